@@ -1,0 +1,1 @@
+"""MiniMax-H3 Runtime."""
