@@ -140,7 +140,7 @@ class Canvas:
         ratio: float | tuple[int, int] | None = None,
         megapixels: float | None = None,
     ) -> Canvas:
-        """Make a canvas from an explicit ``size`` (width, height), or from ``ratio`` (width / height) and ``megapixels``.
+        """Make a canvas from an explicit ``size`` (width, height), or from a ``ratio`` and ``megapixels``.
 
         An explicit size must be multiples of 32. A ratio gives the trained canvas: short edge 768, scaled down where
         the area passes 768 x 1344, each axis rounded to 32; ``megapixels`` (10^6 pixels) replaces that area rule.

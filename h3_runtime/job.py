@@ -257,9 +257,7 @@ class RenderJob:
 
     @property
     def schedule(self) -> Schedule:
-        return plan_schedule(
-            self.num_forwards, self.denoise, self.start, self.stop, self.video_shift, self.audio_shift
-        )
+        return plan_schedule(self.num_forwards, self.denoise, self.start, self.stop, self.video_shift, self.audio_shift)
 
     def _needs_source(self) -> str | None:
         if self.masks is not None:

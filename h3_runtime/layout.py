@@ -121,7 +121,9 @@ class PackedLayout:
         """The layout of a job's canvas, guides and references."""
         shapes = [ConditionShape(g.video_shape, g.audio_length, g.frame_index, g.strength) for g in guides]
         shapes += [ConditionShape(r.video_shape, r.audio_length, kind=r.kind) for r in references]
-        return PackedLayout.build(text_tags, (canvas.latent_t, canvas.latent_h, canvas.latent_w), canvas.audio_t, shapes)
+        return PackedLayout.build(
+            text_tags, (canvas.latent_t, canvas.latent_h, canvas.latent_w), canvas.audio_t, shapes
+        )
 
     @staticmethod
     def build(
