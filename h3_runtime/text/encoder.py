@@ -1,0 +1,410 @@
+"""The prompt to the rows that condition the DiT: Qwen3-VL, cut after layer L and without its final norm.
+
+    text, pictures -> presentation -> ids, positions -> embeddings -> layer 0 .. L-1 -> hidden [rows, text_dim]
+                                      patches -> vision tower --^ (and into the first layers: deepstack)
+
+The module is transformers' own ``Qwen3VLModel``, built on the meta device with L layers and an identity in place of
+the last norm, then given weights straight from the file: its ``last_hidden_state`` is the full model's
+``hidden_states[L]`` bit for bit, and no later layer is ever loaded. Rotary positions
+are computed here and handed over, because the module's own call for them changed between versions. Reading is split
+in three so that layers can later arrive one by one: ``open_weights`` (which tensors, where), ``build_module`` (no
+memory), ``fill`` (tensors into the module). Nothing here touches the network.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.reader import TensorSource, listed, open_source
+from ..errors import CheckpointError, H3Error, MissingDependency, NonFiniteError
+from ..job import MODALITY_TEXT, TextCondition
+from .config import TextEncoderConfig, pick_layers
+from .presentation import Clip, Picture, PresentedPrompt, Sound, lint_prompt, present, tokenize
+from .tokenizer import IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START, Tokenizer
+from .vision import VisionInput, preprocess_picture
+
+OLDEST_TRANSFORMERS = (4, 57, 1)
+CONFIG_KEY = "h3_runtime.config"
+OWN_FILE = "text_encoder.safetensors"
+FLOAT_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+ROTARY_BUFFERS = ("inv_freq", "original_inv_freq")
+VISION_ROPE_THETA = 10_000.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one kind of file names the language stack and the vision tower. Several share tensor names' beginnings, so
+    the kind is told by ``language`` + ``layers.``, never by cutting ``model.`` off blindly."""
+
+    name: str
+    language: str
+    vision: str
+    holds_other_parts: bool = False
+
+    def module_name(self, stored: str) -> str | None:
+        """The module's name for a stored tensor; None when it belongs to neither the language stack nor the tower."""
+        for prefix, own in ((self.language, "language_model."), (self.vision, "visual.")):
+            if stored.startswith(prefix):
+                return own + stored[len(prefix) :]
+        return None
+
+    def stored_name(self, name: str) -> str:
+        """The inverse of ``module_name``."""
+        own, prefix = ("visual.", self.vision) if name.startswith("visual.") else ("language_model.", self.language)
+        return prefix + name.removeprefix(own)
+
+
+LAYOUTS = (
+    Layout("official", "model.language_model.", "model.visual."),
+    Layout("transformers", "language_model.", "visual."),
+    Layout("ComfyUI", "model.", "visual."),
+    Layout(
+        "ComfyUI all-in-one",
+        "text_encoders.qwen3vl_32b.transformer.model.",
+        "text_encoders.qwen3vl_32b.transformer.visual.",
+        holds_other_parts=True,
+    ),
+)
+QUANTISED_PARTS = re.compile(r"(comfy_quant|scaled_fp8|weight_scale(_2)?|scale_weight|scale_input|pre_quant_scale)$")
+LAYER_NUMBER = re.compile(r"language_model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class EncoderWeights:
+    """What a text encoder file or folder holds: ``stored`` maps the module's name of each tensor to the file's."""
+
+    source: TensorSource
+    layout: Layout
+    config: TextEncoderConfig
+    stored: dict[str, str]
+
+
+def import_qwen():
+    """(``Qwen3VLModel``, version) of the installed transformers; ``MissingDependency`` when it cannot serve."""
+    cure = "install it with: pip install 'transformers>=4.57.1'"
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingDependency(
+            f"the text encoder needs the 'transformers' package, which cannot be imported ({error}); {cure}"
+        ) from error
+    version = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:3])
+    if version < OLDEST_TRANSFORMERS:
+        raise MissingDependency(
+            f"transformers {transformers.__version__} has no usable Qwen3-VL; 4.57.1 or newer is needed; {cure}"
+        )
+    try:
+        from transformers import Qwen3VLConfig, Qwen3VLModel  # noqa: F401
+    except Exception as error:  # a torchaudio of another torch fails here with OSError or RuntimeError
+        raise MissingDependency(
+            f"transformers {transformers.__version__} cannot load its Qwen3-VL classes ({error}); a torchaudio or "
+            "torchvision made for another torch is the usual cause: install the one that fits, or uninstall it"
+        ) from error
+    return Qwen3VLModel, version
+
+
+def open_weights(path: str | Path, layers: int | None = None) -> EncoderWeights:
+    """Recognise a text encoder without reading any weights.
+
+    ``path``: a safetensors file (ours, or ComfyUI's), or a folder with ``text_encoder.safetensors`` or with config.json
+    and official shards. ``layers`` overrides where the condition is read (default: the file's own config, else 50).
+    """
+    path = Path(path)
+    if path.is_dir() and (path / OWN_FILE).is_file():
+        path = path / OWN_FILE
+    source = open_source(path)
+    names = tuple(source.shapes)
+    layout = _recognise(names, source)
+    if layout.holds_other_parts:
+        names = tuple(name for name in names if layout.module_name(name))
+    quantised = sorted(n for n in names if QUANTISED_PARTS.search(n) or source.dtypes[n] not in FLOAT_TYPES)
+    if quantised:
+        raise CheckpointError(
+            f"{source.path} is a quantised text encoder ({layout.name} layout; {len(quantised)} tensors such as "
+            f"{quantised[0]}); this version reads bf16, fp16 and fp32 encoders: take the bf16 file"
+        )
+    stored = {layout.module_name(name) or name: name for name in names if not name.endswith("lm_head.weight")}
+    config = _config_for(source, layout, stored, layers)
+    kept = {name: value for name, value in stored.items() if not _beyond_condition(name, config.layers)}
+    return EncoderWeights(source, layout, config, kept)
+
+
+def build_module(config: TextEncoderConfig) -> nn.Module:
+    """transformers' ``Qwen3VLModel`` with ``config.layers`` layers, no last norm, weights on the meta device.
+
+    The rotary frequencies are no weights and stand in no file: they are computed here and stay float32.
+    """
+    qwen, version = import_qwen()
+    with torch.device("meta"):
+        module = qwen(config.to_transformers(version))
+    module.language_model.norm = nn.Identity()
+    _set_rotary(module.language_model.rotary_emb, config.head_dim, config.rope_theta)
+    _set_rotary(module.visual.rotary_pos_emb, config.vision_hidden // config.vision_heads // 2, VISION_ROPE_THETA)
+    lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if lost:
+        raise MissingDependency(
+            f"transformers {'.'.join(map(str, version))} keeps tables in Qwen3-VL that this version does not know "
+            f"({listed(lost)}); install the transformers release named in requirements.txt"
+        )
+    return module.requires_grad_(False).eval()
+
+
+def check_weights(module: nn.Module, weights: EncoderWeights) -> None:
+    """Every tensor the module has must be stored in its shape, and no other; else a ``CheckpointError`` naming them."""
+    expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    shapes = weights.source.shapes
+    missing = sorted(weights.layout.stored_name(name) for name in expected.keys() - weights.stored.keys())
+    extra = sorted(weights.stored[name] for name in weights.stored.keys() - expected.keys())
+    misshapen = [
+        f"{weights.stored[name]} is {list(shapes[weights.stored[name]])}, needed {list(expected[name])}"
+        for name in sorted(expected.keys() & weights.stored.keys())
+        if shapes[weights.stored[name]] != expected[name]
+    ]
+    faults = []
+    if missing:
+        faults.append(f"{len(missing)} missing: {listed(missing)}")
+    if extra:
+        faults.append(f"{len(extra)} not known: {listed(extra)}")
+    if misshapen:
+        faults.append(f"{len(misshapen)} of another shape: {listed(misshapen)}")
+    if faults:
+        raise CheckpointError(
+            f"{weights.source.path} is no whole text encoder of {weights.config.layers} layers ({weights.layout.name} "
+            f"layout); tensors {'; '.join(faults)}; download or make the file again"
+        )
+
+
+def fill(module: nn.Module, weights: EncoderWeights, dtype: torch.dtype | None, device: torch.device) -> None:
+    """Read every tensor into ``module``, one at a time; ``dtype`` None keeps the stored type."""
+    tensors = {}
+    for name, stored in weights.stored.items():
+        tensors[name] = weights.source.read(stored).to(device=device, dtype=dtype)
+    module.load_state_dict(tensors, strict=True, assign=True)
+    module.requires_grad_(False)
+    for buffers in (part._buffers for part in module.modules()):
+        buffers.update({name: value.to(device) for name, value in buffers.items() if value is not None})
+
+
+class TextEncoder:
+    """A loaded encoder with its tokenizer. ``load`` makes one, ``encode`` is what it is for.
+
+    ``files`` are the weight files (for a fingerprint), ``notes`` what was odd about them, ``source`` its name in words.
+    """
+
+    def __init__(self, module: nn.Module, tokenizer: Tokenizer, weights: EncoderWeights):
+        self.module = module
+        self.tokenizer = tokenizer
+        self.config = weights.config
+        self.files = weights.source.files
+        self.notes = weights.source.notes
+        self.source = f"{weights.source.path.name}, state after layer {weights.config.layers}"
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        tokenizer_dir: str | Path | None = None,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        layers: int | None = None,
+    ) -> TextEncoder:
+        """Read an encoder (see ``open_weights`` for what ``path`` may be) and find its vocabulary.
+
+        dtype: of the weights and of the states returned; None keeps the file's (bf16 in the release).
+        tokenizer_dir: folder with vocab.json and merges.txt, when they do not lie where ``Tokenizer.find`` looks.
+        Raises ``CheckpointError`` for files that do not fit, ``MissingDependency`` for transformers that cannot.
+        """
+        if not Path(path).exists():
+            raise CheckpointError(f"the text encoder {path} does not exist; give a safetensors file or its folder")
+        weights = open_weights(path, layers)
+        tokenizer = Tokenizer.find(path, folder=tokenizer_dir)
+        _check_tokenizer(tokenizer, weights.config)
+        module = build_module(weights.config)
+        check_weights(module, weights)
+        fill(module, weights, dtype, torch.device(device))
+        return cls(module, tokenizer, weights)
+
+    @property
+    def text_dim(self) -> int:
+        """Width of a condition row; must equal the DiT's ``text_dim``."""
+        return self.config.hidden
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.module.language_model.embed_tokens.weight.dtype
+
+    def encode(self, prompt: str, pictures: Sequence = ()) -> TextCondition:
+        """``prompt`` as it stands, after one labelled block per picture (uint8 [H, W, 3]), in their order.
+
+        The notes give the row count and whatever in the prompt will not act as written; nothing is cut.
+        """
+        inputs = [preprocess_picture(picture) for picture in pictures]
+        return self.encode_items(prompt, [Picture(seen.grid[1:]) for seen in inputs], inputs)
+
+    def encode_items(
+        self, prompt: str, items: Sequence[Picture | Sound | Clip], inputs: Sequence[VisionInput]
+    ) -> TextCondition:
+        """``prompt`` after labelled ``items``; ``inputs`` are the pixels of the pictures and clips among them.
+
+        Returns hidden [rows, text_dim] on the CPU in the encoder's dtype and one tag per row.
+        """
+        if not isinstance(prompt, str):
+            raise H3Error(f"the prompt is {type(prompt).__name__}; one text is needed: a render has one prompt")
+        seen = [item for item in items if not isinstance(item, Sound)]
+        assert [_pads(item) for item in seen] == [value.grid for value in inputs], "items and pixels differ"
+        presented = tokenize(present(prompt, items), self.tokenizer)
+        hidden = self._states(presented, seen, inputs)
+        check_states(hidden, presented.ids, self.source)
+        return TextCondition(hidden, presented.tags, _notes(prompt, presented), self.source)
+
+    @torch.no_grad()
+    def _states(self, presented: PresentedPrompt, seen: Sequence, inputs: Sequence[VisionInput]) -> Tensor:
+        device = self.module.language_model.embed_tokens.weight.device
+        ids = presented.ids[None].to(device)  # [1, L]
+        call = {
+            "input_ids": ids,
+            # Given, though all ones: without it some versions read repeated picture positions as packed documents.
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": presented.positions[:, None].to(device),  # [3, 1, L]
+            "use_cache": False,
+        }
+        for kind, pixels, grid in (
+            (Picture, "pixel_values", "image_grid_thw"),
+            (Clip, "pixel_values_videos", "video_grid_thw"),
+        ):
+            chosen = [value for item, value in zip(seen, inputs) if isinstance(item, kind)]
+            if chosen:
+                call[pixels] = torch.cat([value.patches for value in chosen]).to(device)  # [sum t*h*w, 1536]
+                call[grid] = torch.tensor([value.grid for value in chosen], device=device)  # [n, 3]
+        return self.module(**call).last_hidden_state[0].cpu()  # [L, text_dim]
+
+
+def check_states(hidden: Tensor, ids: Tensor, source: str) -> None:
+    """Refuse states no prompt could have made: a bad file must not end as a render that ignores its prompt.
+
+    hidden [L, D], ids [L]. NaN or infinity: ``NonFiniteError``. All values alike, or rows alike for unlike tokens:
+    ``CheckpointError``.
+    """
+    values = hidden.float()
+    if not bool(torch.isfinite(values).all()):
+        bad = int((~torch.isfinite(values)).any(dim=1).sum())
+        raise NonFiniteError(
+            f"the text encoder ({source}) gave NaN or infinity in {bad} of {len(values)} rows; its file is damaged or "
+            "overflows in this number type: download it again or load it as bf16 or fp32"
+        )
+    scale = values.abs().max()
+    if float(values.max()) == float(values.min()):
+        raise CheckpointError(
+            f"the text encoder ({source}) gave the constant {values.max():g} for every prompt value, so the prompt "
+            "would have no effect; its file is damaged: download it again"
+        )
+    if len(set(ids.tolist())) > 1 and bool((values - values[:1]).abs().max() <= 1e-6 * scale):
+        raise CheckpointError(
+            f"the text encoder ({source}) gave the same row for all {len(values)} tokens, so the prompt would have no "
+            "effect; its file is damaged: download it again"
+        )
+
+
+def _notes(prompt: str, presented: PresentedPrompt) -> tuple[str, ...]:
+    rows = len(presented.tags)
+    text = int((presented.tags == MODALITY_TEXT).sum())
+    notes = [f"rows of the prompt: {rows} ({text} of text, {rows - text} of pictures); nothing was cut"]
+    if presented.is_empty:
+        notes.append("the prompt is empty: it was encoded as the single pad token, so the clip follows no text")
+    elif not prompt.strip():
+        notes.append("the prompt has no words: the clip follows no text")
+    if re.search(r"(^|\s)embedding:\S", prompt):
+        notes.append("'embedding:' in the prompt was encoded as plain words: prompt embeddings are not read")
+    return tuple(notes + lint_prompt(prompt))
+
+
+def _pads(item: Picture | Clip) -> tuple[int, int, int]:
+    return (len(item.timestamps) if isinstance(item, Clip) else 1, *item.grid)
+
+
+def _recognise(names: Sequence[str], source: TensorSource) -> Layout:
+    found = [layout for layout in LAYOUTS if any(name.startswith(f"{layout.language}layers.") for name in names)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise CheckpointError(
+            f"{source.path} mixes text encoder layouts ({', '.join(layout.name for layout in found)}); "
+            "use one file of one kind"
+        )
+    known = ", ".join(f"{layout.name}: {layout.language}layers.*" for layout in LAYOUTS)
+    raise CheckpointError(
+        f"{source.path} is no Qwen3-VL text encoder: none of the known names is in it ({known}); it begins with "
+        f"{listed(sorted(names)[:3]) or 'nothing'}"
+    )
+
+
+def _beyond_condition(module_name: str, layers: int) -> bool:
+    """The last norm and the layers after the condition: whole encoders have them, and none is read."""
+    number = LAYER_NUMBER.match(module_name)
+    return module_name == "language_model.norm.weight" or (number is not None and int(number[1]) >= layers)
+
+
+def _config_for(source: TensorSource, layout: Layout, stored: dict[str, str], layers: int | None):
+    if CONFIG_KEY in source.metadata:
+        config = TextEncoderConfig.from_dict(_parsed(source.metadata[CONFIG_KEY], f"{source.path}: {CONFIG_KEY}"))
+        if layers is None:
+            return config
+        return TextEncoderConfig.from_dict({**config.to_dict(), "layers": pick_layers(config.layers, layers)})
+    folder = source.path if source.path.is_dir() else source.path.parent
+    if layout.name in ("official", "transformers"):
+        written = folder / "config.json"
+        if not written.is_file():
+            raise CheckpointError(f"{folder} has no config.json beside the weights; download the whole folder")
+        return TextEncoderConfig.from_huggingface(_parsed(written.read_bytes(), str(written)), layers)
+    published = TextEncoderConfig()
+    embedding = stored.get("language_model.embed_tokens.weight")
+    if embedding and source.shapes[embedding] != (published.vocab, published.hidden):
+        raise CheckpointError(
+            f"{source.path} has word embeddings of {list(source.shapes[embedding])} and carries no config; "
+            f"H3's encoder is Qwen3-VL-32B with [{published.vocab}, {published.hidden}]"
+        )
+    numbers = [int(match[1]) for name in stored if (match := LAYER_NUMBER.match(name))]
+    return TextEncoderConfig(layers=pick_layers(max(numbers, default=-1) + 1, layers))
+
+
+def _parsed(text: str | bytes, where: str) -> dict:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{where} is no valid JSON ({error}); download the file again") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{where} is no JSON table of names and values; download the file again")
+    return values
+
+
+def _set_rotary(rotary: nn.Module, channels: int, theta: float) -> None:
+    frequencies = 1.0 / (theta ** (torch.arange(0, channels, 2, dtype=torch.float32) / channels))
+    for name in ROTARY_BUFFERS:
+        if hasattr(rotary, name):
+            setattr(rotary, name, frequencies.clone())
+
+
+def _check_tokenizer(tokenizer: Tokenizer, config: TextEncoderConfig) -> None:
+    if tokenizer.size > config.vocab:
+        raise H3Error(
+            f"the vocabulary in {tokenizer.source} has {tokenizer.size} tokens and the text encoder knows "
+            f"{config.vocab}; use the vocabulary that came with this encoder"
+        )
+    for name, needed in (
+        (IMAGE_PAD, config.image_token),
+        (VIDEO_PAD, config.video_token),
+        (VISION_START, config.vision_start_token),
+        (VISION_END, config.vision_end_token),
+    ):
+        if tokenizer.token_id(name) != needed:
+            raise H3Error(
+                f"the vocabulary in {tokenizer.source} puts {name} on {tokenizer.token_id(name)}, the text encoder on "
+                f"{needed}; use the vocabulary that came with this encoder"
+            )
