@@ -1,0 +1,370 @@
+"""The command line: python -m h3_runtime COMMAND. Each command is a function that returns results and an exit status.
+
+    words for people go to the terminal; with --json, words go to stderr and stdout holds one object:
+    {"command", "version", "machine", "results": [{"name", "value", "unit", ...}]}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from . import __version__
+from .errors import H3Error
+
+Results = list[dict]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 done, 1 a check failed, 2 the request could not be used, 130 interrupted."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 2
+    say = _Say(arguments.json)
+    try:
+        results, status = arguments.run(arguments, say)
+    except H3Error as error:
+        say(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        say("stopped: nothing half-written was left")
+        return 130
+    if arguments.json:
+        from .save import machine
+
+        print(
+            json.dumps(
+                {"command": arguments.command, "version": __version__, "machine": machine(), "results": results},
+                ensure_ascii=False,
+                indent=1,
+            )
+        )
+    return status
+
+
+class _Say:
+    """Prints sentences and a progress line, to stdout, or to stderr where stdout carries JSON."""
+
+    def __init__(self, to_stderr: bool):
+        self.stream = sys.stderr if to_stderr else sys.stdout
+        self.began: dict[str, float] = {}
+        self.open_line = False
+
+    def __call__(self, sentence: str) -> None:
+        if self.open_line:
+            print(file=self.stream)
+            self.open_line = False
+        print(sentence, file=self.stream, flush=True)
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """One line per stage, rewritten on a terminal: done, total and the time left."""
+        now = time.monotonic()
+        began = self.began.setdefault(stage, now)
+        left = ""
+        if 0 < done < total and now > began:
+            # the first report of a counted stage comes after its first item, so began is late by one item
+            per_item = (now - began) / max(done - 1, 1) if done > 1 else 0.0
+            left = f", {per_item * (total - done):.0f} s left" if per_item else ""
+        line = f"{stage} {done}/{total}{left}"
+        if self.stream.isatty():
+            print(f"\r{line:<60}", end="", file=self.stream, flush=True)
+            self.open_line = True
+        if done == total:
+            self(line if not self.stream.isatty() else "")
+            self.began.pop(stage, None)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m h3_runtime",
+        description="MiniMax-H3 Runtime: joint video and sound, exact to the reference.",
+    )
+    parser.add_argument("--version", action="version", version=f"MiniMax-H3 Runtime {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for add in (_add_demo, _add_render, _add_paths, _add_verify, _add_bench):
+        command = add(commands)
+        command.add_argument("--json", action="store_true", help="print one JSON object on stdout, words on stderr")
+    return parser
+
+
+# --- demo ------------------------------------------------------------------------------------------------------------
+
+
+def _add_demo(commands) -> argparse.ArgumentParser:
+    command = commands.add_parser("demo", help="render two clips with a small model made on the spot; no download")
+    command.add_argument("--out", default="demo_out", metavar="DIR", help="folder for the clips (default demo_out)")
+    command.add_argument("--steps", type=int, default=12, help="forwards of each clip (default 12)")
+    command.set_defaults(run=run_demo)
+    return command
+
+
+def run_demo(arguments, say: _Say) -> tuple[Results, int]:
+    from .demo.run import demo
+
+    return demo(Path(arguments.out), arguments.steps, say, say.progress), 0
+
+
+# --- render ----------------------------------------------------------------------------------------------------------
+
+
+def _add_render(commands) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        "render",
+        help="render one clip with sound",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=(
+            "examples:\n"
+            '  render --model DIR --prompt "a cat" --out cat.mp4\n'
+            '  render --model DIR --prompt "a cat" --first-frame a.png --guide b.png@60 --guide say.wav@2.5s --out c.mp4\n'
+            '  render --model DIR --prompt "a dog" --source c.mp4 --mask m.png --audio-mask keep --out d.mp4\n'
+            "  render --model DIR --from d.mp4 --out again.mp4"
+        ),
+    )
+    model = command.add_argument_group("model")
+    model.add_argument("--model", required=True, metavar="DIR", help="model folder: official, diffusers or ComfyUI files")
+    model.add_argument("--dit", metavar="FILE", help="DiT file or folder, instead of the one found in --model")
+    model.add_argument("--layout", help="read the DiT in this layout, where its names leave a choice")
+    model.add_argument("--dtype", choices=["float32"], help="compute in float32 instead of the stored dtype")
+    model.add_argument("--device", default=None, help="cuda or cpu (default: cuda when there is one)")
+    what = command.add_argument_group("what to render")
+    what.add_argument("--prompt", help="the prompt, verbatim")
+    what.add_argument("--size", metavar="WxH", help="pixels, multiples of 32")
+    what.add_argument("--ratio", metavar="W:H", help="aspect ratio, 1:4 to 4:1, on the trained canvas")
+    what.add_argument("--megapixels", type=float, help="area in 10^6 pixels, with a ratio")
+    what.add_argument("--frames", type=int, help="raised to the next 17k + 5 (default 124); 24 a second")
+    what.add_argument("--first-frame", metavar="FILE", help="picture of the first frame")
+    what.add_argument("--last-frame", metavar="FILE", help="picture of the last frame")
+    what.add_argument(
+        "--guide", action="append", default=[], metavar="FILE@PLACE[:S]",
+        help="picture, clip or sound held at a frame (@12) or second (@2.5s), strength S in (0, 1]; may be repeated",
+    )  # fmt: skip
+    edit = command.add_argument_group("editing a clip")
+    edit.add_argument("--source", metavar="FILE", help="clip that masks keep parts of, or that --denoise starts from")
+    edit.add_argument("--mask", metavar="FILE|keep|all", help="white is made anew: one picture, one per frame, or a clip")
+    edit.add_argument("--audio-mask", metavar="RANGES|CURVE|keep|all", help="sound made anew: 1-2.5,3-4 or 0=0,1=1,2=.5")
+    edit.add_argument("--audio-feather", type=float, default=0.0, metavar="SECONDS", help="ramp at the ranges' edges")
+    edit.add_argument("--denoise", type=float, default=None, help="strength in (0, 1]; 1 starts from noise alone")
+    run = command.add_argument_group("how")
+    run.add_argument("--steps", type=int, help="forwards (model evaluations), default 49")
+    run.add_argument("--seed", type=int, help="default 0")
+    run.add_argument("--start", type=int, help="first forward to run (needs --state or --source)")
+    run.add_argument("--stop", type=int, help="stop before this forward and save the state")
+    run.add_argument("--state", metavar="FILE", help="saved state to go on from")
+    run.add_argument("--video-shift", type=float, help="sigma shift of the picture, default 12")
+    run.add_argument("--audio-shift", type=float, help="sigma shift of the sound, default 3")
+    out = command.add_argument_group("output")
+    out.add_argument("--out", required=True, metavar="FILE.mp4")
+    out.add_argument("--from", dest="manifest", metavar="MANIFEST", help="repeat a render: its .json, or the mp4 itself")
+    out.add_argument("--inputs", metavar="DIR", help="where to look for the files of --from")
+    out.add_argument("--keep-latent", action="store_true", help="keep the finished latent beside the clip")
+    out.add_argument("--no-metadata", action="store_true", help="write no manifest, neither in the file nor beside it")
+    command.set_defaults(run=run_render)
+    return command
+
+
+RENDER_INPUTS = (
+    "prompt", "size", "ratio", "megapixels", "frames", "first_frame", "last_frame", "guide", "source", "mask",
+    "audio_mask", "denoise", "steps", "seed", "start", "stop", "state", "video_shift", "audio_shift",
+)  # fmt: skip
+
+
+def run_render(arguments, say: _Say) -> tuple[Results, int]:
+    import torch
+
+    from . import manifest as manifests
+    from .render import Models, render
+    from .save import check_output, save_clip
+
+    out = check_output(arguments.out)
+    old = None
+    if arguments.manifest is not None:
+        given = [name for name in RENDER_INPUTS if getattr(arguments, name) not in (None, [])]
+        if given:
+            raise H3Error(f"--from repeats a render, so --{given[0].replace('_', '-')} cannot change it: leave it out")
+        old = manifests.load_manifest(arguments.manifest)
+        folders = [Path(arguments.inputs)] if arguments.inputs else []
+        request, notes = manifests.request_from(old, [*folders, Path(arguments.manifest).parent, Path.cwd()])
+        for note in notes:
+            say(f"differs: {note}")
+    else:
+        request = request_of(arguments)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.float32 if request.dtype == "float32" else None
+    models = Models(model_parts(arguments), dtype, device, arguments.layout)
+    result = render(request, models, say.progress)
+    saved = save_clip(
+        result, models, out, not arguments.no_metadata, arguments.keep_latent, progress=say.progress
+    )
+    for note in saved.notes:
+        say(f"note: {note}")
+    say(f"label: {result.fidelity.title}")
+    say(f"wrote {saved.video or saved.latent}")
+    changed = []
+    if old is not None:
+        changed = manifests.differences(old, manifests.make_manifest(result))
+        for line in changed or ["nothing"]:
+            say(f"differs: {line}")
+    return [*describe_result(result, saved), *({"name": "differs", "value": line, "unit": ""} for line in changed)], 0
+
+
+def describe_result(result, saved) -> Results:
+    """The results block of a render."""
+    from .manifest import latent_hash
+
+    rows = [
+        {"name": "video", "value": None if saved.video is None else str(saved.video), "unit": "path"},
+        {"name": "label", "value": result.fidelity.title, "unit": ""},
+        {"name": "frames", "value": result.canvas.num_frames, "unit": "frames"},
+        {"name": "size", "value": f"{result.canvas.width}x{result.canvas.height}", "unit": "px"},
+        {"name": "dit_calls", "value": result.dit_calls, "unit": "forwards"},
+        {"name": "latent", "value": latent_hash(result.latent), "unit": "sha256"},
+    ]
+    if saved.latent is not None:
+        rows.append({"name": "latent_file", "value": str(saved.latent), "unit": "path"})
+    rows += [{"name": f"seconds/{stage}", "value": value, "unit": "s"} for stage, value in result.seconds.items()]
+    rows += [{"name": "note", "value": note, "unit": ""} for note in saved.notes]
+    return rows
+
+
+def request_of(arguments):
+    """RenderRequest from the command line. H3Error names the option that cannot be read."""
+    from .request import WORD_MASKS, GuideRequest, Media, RenderRequest, SoundMask
+    from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT
+
+    if arguments.prompt is None:
+        raise H3Error("no prompt was given: add --prompt TEXT (or --from MANIFEST to repeat a render)")
+
+    def media(path: str | None) -> Media | None:
+        if path is None:
+            return None
+        if not Path(path).exists():
+            raise H3Error(f"{path} does not exist: give a file that does")
+        return Media(path)
+
+    guides = [GuideRequest.parse(text) for text in arguments.guide]
+    for guide in guides:
+        media(guide.media.path)
+    mask = arguments.mask if arguments.mask in WORD_MASKS else None
+    sound = arguments.audio_mask
+    if sound is not None and sound not in WORD_MASKS:
+        sound = SoundMask.parse(sound, arguments.audio_feather)
+
+    def default(value, otherwise):
+        return otherwise if value is None else value
+
+    return RenderRequest(
+        prompt=arguments.prompt,
+        size=None if arguments.size is None else _pair(arguments.size, "x", "--size", "WxH, e.g. 1344x768"),
+        ratio=None if arguments.ratio is None else _pair(arguments.ratio, ":", "--ratio", "W:H, e.g. 16:9"),
+        megapixels=arguments.megapixels,
+        frames=arguments.frames,
+        first_frame=media(arguments.first_frame),
+        last_frame=media(arguments.last_frame),
+        guides=tuple(guides),
+        mask=mask or media(arguments.mask),
+        sound_mask=sound,
+        source=media(arguments.source),
+        state=media(arguments.state),
+        seed=default(arguments.seed, 0),
+        num_forwards=default(arguments.steps, DEFAULT_FORWARDS),
+        start=default(arguments.start, 0),
+        stop=arguments.stop,
+        denoise=default(arguments.denoise, 1.0),
+        video_shift=default(arguments.video_shift, VIDEO_SHIFT),
+        audio_shift=default(arguments.audio_shift, AUDIO_SHIFT),
+        dtype=arguments.dtype,
+    )
+
+
+def _pair(text: str, separator: str, option: str, form: str) -> tuple[int, int]:
+    first, found, second = text.lower().partition(separator)
+    if not (found and first.strip().isdigit() and second.strip().isdigit()):
+        raise H3Error(f"{option} {text!r} cannot be read: give {form}")
+    return int(first), int(second)
+
+
+def model_parts(arguments):
+    """The parts in --model, with --dit in place of the DiT found there."""
+    from dataclasses import replace
+
+    from .checkpoint.parts import DiTPath, find_parts
+
+    if not Path(arguments.model).is_dir():
+        raise H3Error(f"--model {arguments.model} is not a folder: give the folder that holds the model's files")
+    parts = find_parts(arguments.model)
+    if arguments.dit is not None:
+        if not Path(arguments.dit).exists():
+            raise H3Error(f"--dit {arguments.dit} does not exist: give a file or folder that does")
+        parts = replace(parts, dits=(DiTPath(Path(arguments.dit), "unknown"),))
+    return parts
+
+
+# --- paths, verify, bench --------------------------------------------------------------------------------------------
+
+
+def _add_paths(commands) -> argparse.ArgumentParser:
+    command = commands.add_parser("paths", help="every path of the runtime with its label and reason")
+    command.set_defaults(run=run_paths)
+    return command
+
+
+def run_paths(arguments, say: _Say) -> tuple[Results, int]:
+    from .fidelity import BASELINE, REGISTRY
+
+    rows = []
+    width = max(map(len, REGISTRY))
+    for entry in REGISTRY.values():
+        unproven = entry.unproven()
+        mark = f"  UNPROVEN HERE: {unproven}" if unproven else ""
+        if not arguments.json:
+            say(f"{entry.name:<{width}}  {entry.label!s:<11}  {entry.reason}{mark}")
+        rows.append(
+            {"name": entry.name, "value": str(entry.label), "unit": "label", "label": str(entry.label),
+             "reason": entry.reason, "unproven_here": unproven}
+        )  # fmt: skip
+    say(f"baseline: {BASELINE}")
+    return rows, 0
+
+
+def _add_verify(commands) -> argparse.ArgumentParser:
+    command = commands.add_parser("verify", help="run a folder of reference vectors against the runtime")
+    command.add_argument("folder", metavar="FOLDER", help="folder with an index.json of the golden form")
+    command.add_argument("--only", metavar="TEXT", help="only cases whose id contains this")
+    command.set_defaults(run=run_verify)
+    return command
+
+
+def run_verify(arguments, say: _Say) -> tuple[Results, int]:
+    from .verify import format_lines, to_results, verify_folder
+
+    cases = verify_folder(Path(arguments.folder), arguments.only)
+    for line in format_lines(cases):
+        say(line)
+    return to_results(cases), 0 if cases and all(case.passed for case in cases) else 1
+
+
+def _add_bench(commands) -> argparse.ArgumentParser:
+    command = commands.add_parser("bench", help="measure step time, memory or loading, side by side in one run")
+    command.add_argument("what", choices=["step", "memory", "load"])
+    command.set_defaults(run=run_bench)
+    return command
+
+
+def run_bench(arguments, say: _Say) -> tuple[Results, int]:
+    from . import bench
+
+    functions: dict[str, Callable[[], Results]] = {
+        "step": bench.bench_step,
+        "memory": bench.bench_memory,
+        "load": bench.bench_load,
+    }
+    results = functions[arguments.what]()
+    for line in bench.format_lines(results):
+        say(line)
+    return results, 0

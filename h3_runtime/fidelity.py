@@ -1,0 +1,124 @@
+"""What each path may claim: three labels, one registry, one rule to compose them.
+
+    LOSSLESS     bit-identical to the baseline on the same device and compute dtype
+    EXACT MATH   the same formula, floating-point order may differ
+    APPROXIMATE  the algorithm or the precision changes
+
+A path is named where it runs (``use("solver/euler")``); a name without an entry here raises, so a path cannot be built
+without a label. A render's label is the weakest of its parts. BEYOND THE REFERENCE is a second mark beside it: the
+list of what the reference has nothing to compare with.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+BASELINE = (
+    "DiT as released (bf16 with float32 islands), text encoder bf16, video and audio VAE float32, SDPA, TF32 off, "
+    "Euler, 49 forwards, shifts 12 and 3, reference noise and recipe, VAE tiles of 256 px"
+)
+
+
+class Label(enum.IntEnum):
+    """From strongest to weakest; the weakest of a render's parts is the render's."""
+
+    LOSSLESS = 0
+    EXACT_MATH = 1
+    APPROXIMATE = 2
+
+    def __str__(self) -> str:
+        return self.name.replace("_", " ")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered path. ``unproven`` gives the reason why this machine cannot run it, or None."""
+
+    name: str
+    label: Label
+    reason: str
+    unproven: Callable[[], str | None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """The label of one render: its parts (registry entries), the weakest of them, and what is beyond the reference."""
+
+    parts: tuple[Entry, ...]
+    beyond: tuple[str, ...] = ()
+    compute: str = ""
+
+    @property
+    def label(self) -> Label:
+        return max((part.label for part in self.parts), default=Label.LOSSLESS)
+
+    @property
+    def title(self) -> str:
+        """The label in words, as shown on a node and in a file."""
+        words = [str(self.label)]
+        if self.compute:
+            words.append(f"({self.compute})")
+        if self.beyond:
+            words.append("+ BEYOND THE REFERENCE: " + ", ".join(self.beyond))
+        unproven = [part.name for part in self.parts if part.unproven()]
+        if unproven:
+            words.append("UNPROVEN HERE: " + ", ".join(unproven))
+        return " ".join(words)
+
+    def to_dict(self) -> dict:
+        return {
+            "label": str(self.label),
+            "title": self.title,
+            "compute": self.compute,
+            "beyond_the_reference": list(self.beyond),
+            "parts": [{"name": p.name, "label": str(p.label), "reason": p.reason} for p in self.parts],
+        }
+
+
+REGISTRY: dict[str, Entry] = {}
+
+
+def register(name: str, label: Label, reason: str, unproven: Callable[[], str | None] = lambda: None) -> Entry:
+    """Add a path. A name stands once: two paths must not share a label by accident."""
+    assert name not in REGISTRY, name
+    REGISTRY[name] = Entry(name, label, reason, unproven)
+    return REGISTRY[name]
+
+
+def use(name: str) -> Entry:
+    """The entry of a path that is about to run; KeyError where none was registered."""
+    return REGISTRY[name]
+
+
+def compose(names: Iterable[str], beyond: Iterable[str] = (), compute: str = "") -> Fidelity:
+    """The fidelity of a render that ran the paths ``names``."""
+    return Fidelity(tuple(use(name) for name in dict.fromkeys(names)), tuple(beyond), compute)
+
+
+_LOSSLESS, _APPROXIMATE = Label.LOSSLESS, Label.APPROXIMATE
+
+register("dit/stored", _LOSSLESS, "the DiT computes in the dtype its file stores, float32 islands kept: the baseline")
+register("dit/float32", _LOSSLESS, "the stored weights cast up to float32: the baseline of that compute dtype")
+register("dit/file-approximate", _APPROXIMATE, "the DiT file itself is not the released precision")
+register("attention/sdpa", _LOSSLESS, "PyTorch's SDPA in canonical head groups: the baseline's kernel")
+register("chunks/canonical", _LOSSLESS, "fixed row chunks and head groups, the same on every card: the baseline's")
+register("refiner/once", _LOSSLESS, "text rows are refined once a request: a constant is computed once")
+register("modulation/tables", _LOSSLESS, "AdaLN rows computed before the loop, by the same fixed batches")
+register("modulation/by-forward", _LOSSLESS, "AdaLN rows computed in each forward, by the same fixed batches")
+register("solver/euler", _LOSSLESS, "the reference's sampler, both streams on their own grids")
+register("schedule/reference", _LOSSLESS, "49 forwards, shifts 12 and 3: the release's schedule")
+register("schedule/steps", _APPROXIMATE, "a forward count other than the release's 49 walks another path")
+register("schedule/shifts", _APPROXIMATE, "shifts other than 12 (picture) and 3 (sound) walk another path")
+register("recipe/reference", _LOSSLESS, "conditions sampled with seed 42 and rounded to fp16, as the reference does")
+register("encoder/stored", _LOSSLESS, "the text encoder computes in the dtype its file stores")
+register("encoder/float32", _LOSSLESS, "the text encoder's weights cast up to float32")
+register("video-vae/float32", _LOSSLESS, "float32 weights and compute, tiles of 256 px: the baseline")
+register("video-vae/file-approximate", _APPROXIMATE, "the video VAE file is not float32: pixels move by about 1e-3")
+register("video-vae/layer-major", _LOSSLESS, "each layer applied to every tile of a chunk in turn, at batch 1")
+register("video-vae/chunk-stream", _LOSSLESS, "frames leave the decoder chunk by chunk; the same blend")
+register("video-vae/other-tile", _APPROXIMATE, "the decoder was trained on 256 px tiles; others move its coordinates")
+register("audio-vae/float32", _LOSSLESS, "float32, two mono passes: the baseline")
+register("audio-vae/file-approximate", _APPROXIMATE, "the audio VAE file is not float32")
+register("resume/state", _LOSSLESS, "a run continued from a saved float32 state walks the same bits")

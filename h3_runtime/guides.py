@@ -1,0 +1,278 @@
+"""Pixels and sound to what conditions a render: placed on the canvas, cut to fit, every cut reported, then encoded.
+
+    first keyframe ── stretched to the canvas ──┐
+    last keyframe ─── cover-cropped ────────────┼─▶ Placed (pixels and samples) ──▶ video VAE (posterior sampled,
+    guides ── 24 fps, cut to the frames left, ──┘     at a frame                     seed 42, fp16) ─▶ Guide
+              17k+5, cover-cropped                                                  audio VAE (mean)
+    source clip ── 24 fps, cut or padded to the canvas ──────────────────────────▶ posterior mean ─▶ AVLatent
+    masks ── canvas pixels and seconds ──────────────────────────────────────────▶ latent cells ─▶ Masks
+
+``place`` reads media and checks everything before any weights are loaded; ``encode`` needs the VAEs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import media
+from .errors import H3Error
+from .geometry import (
+    AUDIO_CHANNELS,
+    AUDIO_HOP,
+    DEFAULT_FRAMES,
+    FPS,
+    PIXELS_PER_TOKEN,
+    Canvas,
+    audio_samples,
+    floor_frames,
+    ratio_value,
+)
+from .job import AVLatent, Guide, Masks, pool_pixels
+from .latents import PartialLatent, load_latent
+from .request import GuideRequest, Media, RenderRequest, SoundMask
+
+STRETCH_REPORTED = 0.02
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Media on the canvas at a frame: ``frames`` uint8 [f, H, W, 3] or None, ``audio`` float32 [2, k * 800] or None."""
+
+    name: str
+    frame_index: int
+    frames: np.ndarray | None
+    audio: Tensor | None
+    strength: float = 1.0
+    keyframe: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A request on its canvas: all pixels and samples ready, all checks made, nothing encoded yet."""
+
+    canvas: Canvas
+    guides: tuple[Placed, ...]
+    source: Placed | None
+    masks: Masks | None
+    state: PartialLatent | None
+    notes: tuple[str, ...]
+
+    @property
+    def pictures(self) -> list[np.ndarray]:
+        """The keyframes as the text encoder sees them: uint8 [H, W, 3] on the canvas, in packed order."""
+        return [guide.frames[0] for guide in self.guides if guide.keyframe]
+
+
+def place(request: RenderRequest) -> Placement:
+    """Read the request's media, choose the canvas and cut everything to it. H3Error for what does not fit."""
+    notes: list[str] = []
+    state = None if request.state is None else load_latent(request.state.path)
+    source = None if request.source is None else _read(request.source)
+    keyframes = [
+        (m, _read_picture(m)) for m in (request.first_frame, request.last_frame) if m is not None
+    ]  # the first in this list shapes the canvas and is stretched onto it, whichever frame it stands at
+    canvas = choose_canvas(request, keyframes[0][1] if keyframes else None, source, state)
+    notes += canvas.notes
+    guides = []
+    for index, (medium, picture) in enumerate(keyframes):
+        frame_index = 0 if medium is request.first_frame else canvas.num_frames - 1
+        frames = _on_canvas(medium.name, picture[None], canvas, stretch=index == 0, notes=notes)
+        guides.append(Placed(medium.name, frame_index, frames, None, keyframe=True))
+    middle = [_place_guide(guide, canvas, notes) for guide in request.guides]
+    guides += sorted(middle, key=lambda placed: placed.frame_index)  # order of naming must not change the noise
+    placed_source = None if source is None else _place_source(request.source.name, source, canvas, notes)
+    masks = _masks(request, canvas, notes)
+    return Placement(canvas, tuple(guides), placed_source, masks, state, tuple(notes))
+
+
+def choose_canvas(
+    request: RenderRequest, keyframe: np.ndarray | None, source: media.Clip | None, state: PartialLatent | None
+) -> Canvas:
+    """Size: asked, else the saved state's, the source clip's or the first keyframe's ratio, else 16:9."""
+    size, ratio, frames = request.size, request.ratio, request.frames
+    if state is not None:
+        have = state.canvas
+        if (size is not None and size != (have.width, have.height)) or (
+            frames is not None and frames != have.num_frames
+        ):
+            raise H3Error(
+                f"the saved latent is {have.width}x{have.height} with {have.num_frames} frames: leave out size and "
+                "frames, or give the same ones"
+            )
+        return have
+    if frames is None:
+        frames = DEFAULT_FRAMES if source is None else source.frames.shape[0]
+    if size is None and ratio is None and request.megapixels is None and source is not None:
+        height, width = source.frames.shape[1:3]
+        if width % PIXELS_PER_TOKEN == 0 and height % PIXELS_PER_TOKEN == 0:
+            size = (width, height)
+        else:
+            ratio = _clip_ratio(width, height)
+    elif size is None and ratio is None and keyframe is not None:
+        ratio = _clip_ratio(keyframe.shape[1], keyframe.shape[0])
+    return Canvas.fit(frames, size, ratio, request.megapixels)
+
+
+def _clip_ratio(width: int, height: int) -> tuple[int, int]:
+    ratio_value((width, height))
+    return width, height
+
+
+def _read(medium: Media) -> media.Clip:
+    """A medium as a clip at 24 fps; a picture is a clip of one frame."""
+    if medium.path is None:
+        frames = None if medium.frames is None else np.asarray(medium.frames)
+        return media.Clip(frames=frames, fps=float(FPS), audio=medium.audio, notes=())
+    kind = media.kind_of(medium.path)
+    if kind == "image":
+        return media.Clip(frames=media.read_image(medium.path)[None], fps=float(FPS), audio=None, notes=())
+    if kind == "audio":
+        return media.Clip(frames=None, fps=float(FPS), audio=media.read_audio(medium.path), notes=())
+    return media.read_clip(medium.path)
+
+
+def _read_picture(medium: Media) -> np.ndarray:
+    clip = _read(medium)
+    if clip.frames is None:
+        raise H3Error(f"{medium.name} is sound: a first or last frame must be a picture")
+    if clip.frames.shape[0] != 1:
+        raise H3Error(
+            f"{medium.name} is a clip of {clip.frames.shape[0]} frames: a first or last frame is one picture; "
+            f"use --guide {medium.name}@0 to hold a clip"
+        )
+    return clip.frames[0]
+
+
+def _on_canvas(name: str, frames: np.ndarray, canvas: Canvas, stretch: bool, notes: list[str]) -> np.ndarray:
+    """uint8 [f, h, w, 3] -> [f, H, W, 3]: stretched, or resized to cover and cropped in the middle."""
+    height, width = frames.shape[1:3]
+    if (width, height) == (canvas.width, canvas.height):
+        return frames
+    if stretch:
+        change = (canvas.width / canvas.height) / (width / height)
+        if abs(change - 1) > STRETCH_REPORTED:
+            percent = (max(change, 1 / change) - 1) * 100
+            notes.append(
+                f"{name} ({width}x{height}) was stretched {percent:.1f} % "
+                f"{'wider' if change > 1 else 'taller'} to {canvas.width}x{canvas.height}"
+            )
+        return np.stack([media.resize_stretch(frame, canvas.width, canvas.height) for frame in frames])
+    placed = [media.resize_cover(frame, canvas.width, canvas.height) for frame in frames]
+    left, top, right, bottom = placed[0][1]
+    lost = 1 - (right - left) * (bottom - top) / (width * height)
+    if lost > 0.001:
+        notes.append(
+            f"{name} ({width}x{height}) was cropped to its columns {left:.0f}-{right:.0f} and rows "
+            f"{top:.0f}-{bottom:.0f} ({lost:.1%} lost) for {canvas.width}x{canvas.height}"
+        )
+    return np.stack([frame for frame, _ in placed])
+
+
+def _place_guide(guide: GuideRequest, canvas: Canvas, notes: list[str]) -> Placed:
+    name = guide.media.name
+    index = guide.frame_index(canvas.num_frames)
+    clip = _read(guide.media)
+    notes += clip.notes
+    frames, audio = clip.frames, clip.audio
+    if frames is not None:
+        room = canvas.num_frames - index
+        kept = floor_frames(min(frames.shape[0], room))
+        if kept < frames.shape[0]:
+            notes.append(
+                f"{name}: {kept} of {frames.shape[0]} frames held from frame {index} "
+                f"({kept / FPS:.3f} of {frames.shape[0] / FPS:.3f} s; {room} frames are left, clips are 17k + 5 or 1)"
+            )
+        frames = _on_canvas(name, frames[:kept], canvas, stretch=False, notes=notes)
+    if audio is not None:
+        room = canvas.audio_samples - audio_samples(index)
+        if audio.shape[1] > room:
+            notes.append(
+                f"{name}: sound cut from {audio.shape[1] / 32000:.3f} to {room / 32000:.3f} s at the clip's end"
+            )
+        audio = _pad_to_hop(torch.as_tensor(audio)[:, :room])
+    return Placed(name, index, frames, audio, guide.strength)
+
+
+def _pad_to_hop(audio: Tensor) -> Tensor:
+    return torch.nn.functional.pad(audio, (0, -audio.shape[1] % AUDIO_HOP))
+
+
+def _place_source(name: str, clip: media.Clip, canvas: Canvas, notes: list[str]) -> Placed:
+    """The clip to edit, cut or padded (last frame, silence) to the canvas."""
+    if clip.frames is None:
+        raise H3Error(f"{name} is sound: the clip to edit must have a picture")
+    notes += clip.notes
+    count, wanted = clip.frames.shape[0], canvas.num_frames
+    frames = clip.frames[:wanted]
+    if count > wanted:
+        notes.append(f"{name}: cut from {count} to {wanted} frames ({count / FPS:.3f} to {wanted / FPS:.3f} s)")
+    elif count < wanted:
+        notes.append(f"{name}: its last frame is repeated {wanted - count} times to fill {wanted} frames")
+        frames = np.concatenate([frames, np.repeat(frames[-1:], wanted - count, axis=0)])
+    frames = _on_canvas(name, frames, canvas, stretch=False, notes=notes)
+    if clip.audio is None:
+        notes.append(f"{name} has no sound: silence stands in its place")
+        audio = torch.zeros(AUDIO_CHANNELS, canvas.audio_t * AUDIO_HOP)
+    else:
+        audio, _ = media.fit_audio(torch.as_tensor(clip.audio), canvas.audio_t * AUDIO_HOP)
+    return Placed(name, 0, frames, audio)
+
+
+def _masks(request: RenderRequest, canvas: Canvas, notes: list[str]) -> Masks | None:
+    cells = (canvas.latent_t, canvas.latent_h, canvas.latent_w)
+    video = audio = None
+    if isinstance(request.mask, Media):
+        video = pool_pixels(_mask_pixels(request.mask, canvas), canvas.latent_t)
+    elif request.mask is not None:
+        video = torch.full(cells, float(request.mask == "all"))
+    if isinstance(request.sound_mask, SoundMask):
+        audio = request.sound_mask.latents(canvas.audio_t)
+    elif request.sound_mask is not None:
+        audio = torch.full((AUDIO_CHANNELS, canvas.audio_t), float(request.sound_mask == "all"))
+    for name, mask in (("mask", video), ("sound mask", audio)):
+        if mask is not None:
+            share = (mask > 0).float().mean().item()
+            notes.append(f"{name}: {share:.1%} of the latent grid is made anew, the rest is kept")
+    return Masks.make(video, audio)
+
+
+def _mask_pixels(mask: Media, canvas: Canvas) -> Tensor:
+    pixels = media.read_mask(mask.path) if mask.path is not None else torch.as_tensor(mask.frames).float()
+    want = (canvas.height, canvas.width)
+    if pixels.ndim != 3 or tuple(pixels.shape[1:]) != want or pixels.shape[0] not in (1, canvas.num_frames):
+        shape = "x".join(str(n) for n in reversed(pixels.shape[1:]))
+        raise H3Error(
+            f"mask {mask.name} has {pixels.shape[0]} picture(s) of {shape}: this clip needs 1 or {canvas.num_frames} "
+            f"of {canvas.width}x{canvas.height}; resize the mask or give --size"
+        )
+    return pixels
+
+
+def encode_guide(placed: Placed, video_vae, audio_vae) -> Guide:
+    """Pixels and samples to latents: the picture's posterior sampled with seed 42 and rounded to fp16, sound's mean."""
+    video = audio = None
+    if placed.frames is not None:
+        video = video_vae.encode_condition(torch.from_numpy(np.ascontiguousarray(placed.frames))).cpu()
+    if placed.audio is not None:
+        audio = audio_vae.encode(placed.audio[None]).cpu()
+    return Guide(placed.frame_index, video, audio, placed.strength, placed.keyframe, placed.name)
+
+
+def encode_source(
+    placed: Placed, video_vae, audio_vae, progress: Callable[[int, int], None] | None = None
+) -> AVLatent:
+    """The clip to edit in latent space: posterior means, so that keeping it keeps one definite clip."""
+    frames = torch.from_numpy(np.ascontiguousarray(placed.frames))
+    return AVLatent(video_vae.encode_mean(frames, progress).cpu(), audio_vae.encode(placed.audio[None]).cpu())
+
+
+def with_size(request: RenderRequest, canvas: Canvas) -> RenderRequest:
+    """The request with the canvas it got, so that repeating it needs no media to choose a size."""
+    return replace(
+        request, size=(canvas.width, canvas.height), ratio=None, megapixels=None, frames=canvas.num_frames
+    )

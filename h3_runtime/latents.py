@@ -1,0 +1,74 @@
+"""Latents in a file: a finished clip, or a run stopped part-way that can be taken up again.
+
+    latent.safetensors   video, audio              the clip, or the noisy state
+                         source_video, source_audio   the clean source (masks, denoise), where there is one
+                         metadata: frames, size, forwards done, sigmas, fingerprint of the job
+
+All tensors are float32: 0..k then k..end through a file equals the unsplit run bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from .checkpoint.reader import SafetensorsFile
+from .errors import CheckpointError, H3Error
+from .geometry import Canvas
+from .job import AVLatent
+
+KIND = "h3_runtime.latent"
+
+
+@dataclass(frozen=True)
+class PartialLatent:
+    """What a latent file holds. ``info`` is its metadata: ``done`` forwards, ``finished`` and more."""
+
+    canvas: Canvas
+    latent: AVLatent
+    source: AVLatent | None = None
+    info: dict = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.info.get("finished"))
+
+
+def save_latent(path: str | Path, canvas: Canvas, latent: AVLatent, source: AVLatent | None = None, **info) -> Path:
+    """Write ``latent`` (and ``source``) atomically; ``info`` is JSON metadata. Returns the path."""
+    path = Path(path)
+    tensors = {"video": latent.video, "audio": latent.audio}
+    if source is not None:
+        tensors |= {"source_video": source.video, "source_audio": source.audio}
+    info = {"width": canvas.width, "height": canvas.height, "num_frames": canvas.num_frames, **info}
+    part = path.with_name(path.name + ".partial")
+    try:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, part, metadata={KIND: json.dumps(info)})
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def load_latent(path: str | Path) -> PartialLatent:
+    """Read a latent file. CheckpointError where it is not one, H3Error where its shapes do not fit its size."""
+    file = SafetensorsFile(path)
+    if KIND not in (file.metadata or {}):
+        raise CheckpointError(f"{Path(path).name} is not a latent saved by this runtime: its metadata lacks {KIND}")
+    info = json.loads(file.metadata[KIND])
+    canvas = Canvas.fit(info["num_frames"], (info["width"], info["height"]))
+    missing = [name for name in ("video", "audio") if name not in file.shapes]
+    if missing:
+        raise CheckpointError(f"{Path(path).name} lacks the tensor {missing[0]}: save it again")
+    latent = AVLatent(file.read("video"), file.read("audio"))
+    source = None
+    if "source_video" in file.shapes:
+        source = AVLatent(file.read("source_video"), file.read("source_audio"))
+    for part in (latent, source):
+        if part is not None and not part.fits(canvas):
+            raise H3Error(f"{Path(path).name}: its tensors do not fit its own size {canvas.width}x{canvas.height}")
+    return PartialLatent(canvas, latent, source, info)

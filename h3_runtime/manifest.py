@@ -1,0 +1,186 @@
+"""What decided a render, as one JSON object: written into the file, kept beside it, and enough to repeat it.
+
+    RenderResult ─▶ manifest {request, resolved, models, fidelity, environment, latent hash}
+    manifest file, or mp4 ─▶ load_manifest ─▶ request_from (media looked up by name and checked by hash) ─▶ render
+    two manifests ─▶ differences: one line per thing that is not the same
+
+It holds base names and hashes only: no absolute path, user or host name, no date. Measurements go to the report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from .errors import H3Error
+from .guides import with_size
+from .media import read_metadata
+from .render import RenderResult, environment
+from .request import GuideRequest, Media, RenderRequest, SoundMask
+
+VERSION = 1
+METADATA_KEY = "h3_manifest"
+PLAIN_FIELDS = (
+    "prompt",
+    "size",
+    "frames",
+    "seed",
+    "num_forwards",
+    "start",
+    "stop",
+    "denoise",
+    "video_shift",
+    "audio_shift",
+    "dtype",
+    "recipe",
+)
+
+
+def make_manifest(result: RenderResult) -> dict:
+    """The manifest of a finished or partial render."""
+    job, schedule = result.job, result.job.schedule
+    return {
+        "h3_manifest": VERSION,
+        "request": describe_request(result.request, result),
+        "resolved": {
+            "task": job.task,
+            "width": job.canvas.width,
+            "height": job.canvas.height,
+            "num_frames": job.canvas.num_frames,
+            "solver": job.solver,
+            "sigmas_video": list(schedule.video),
+            "sigmas_audio": list(schedule.audio),
+            "forwards_run": [schedule.start, schedule.stop],
+            "finished": result.finished,
+        },
+        "models": {
+            part: {
+                "file": Path(info.path).name,
+                "format": info.format,
+                "partition": info.partition,
+                "fingerprint": info.fingerprint,
+            }
+            for part, info in sorted(result.infos.items())
+        },
+        "fidelity": result.fidelity.to_dict(),
+        "environment": environment(),
+        "latent_sha256": latent_hash(result.latent),
+    }
+
+
+def latent_hash(latent) -> str:
+    """SHA-256 of both streams' float32 values."""
+    digest = hashlib.sha256()
+    for tensor in (latent.video, latent.audio):
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def describe_request(request: RenderRequest, result: RenderResult) -> dict:
+    """The request with its fitted size, media as name and hash."""
+    fitted = with_size(request, result.canvas)
+    described = {name: getattr(fitted, name) for name in PLAIN_FIELDS}
+    described["size"] = list(fitted.size)
+    for name in ("first_frame", "last_frame", "source", "state"):
+        described[name] = _describe_media(getattr(request, name))
+    described["guides"] = [
+        {**_describe_media(g.media), "frame": g.frame, "seconds": g.seconds, "strength": g.strength}
+        for g in request.guides
+    ]
+    mask, sound = request.mask, request.sound_mask
+    described["mask"] = _describe_media(mask) if isinstance(mask, Media) else mask
+    if isinstance(sound, SoundMask):
+        described["sound_mask"] = {f.name: getattr(sound, f.name) for f in fields(sound)}
+    else:
+        described["sound_mask"] = sound
+    return json.loads(json.dumps(described))
+
+
+def _describe_media(media: Media | None) -> dict | None:
+    return None if media is None else {"name": media.name, "sha256": media.sha256}
+
+
+def dump(manifest: dict) -> str:
+    """Canonical JSON text: the same manifest gives the same bytes."""
+    return json.dumps(manifest, indent=1, sort_keys=True, ensure_ascii=False)
+
+
+def load_manifest(path: str | Path) -> dict:
+    """From a manifest file, or out of an mp4 that carries one. H3Error for anything else."""
+    path = Path(path)
+    if not path.is_file():
+        raise H3Error(f"{path} does not exist: give a .json manifest or an mp4 that this runtime made")
+    if path.suffix.lower() == ".json":
+        text = path.read_text(encoding="utf-8")
+    else:
+        text = read_metadata(path).get(METADATA_KEY)
+        if text is None:
+            raise H3Error(f"{path.name} carries no manifest: it was saved without metadata, or by another program")
+    try:
+        manifest = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise H3Error(f"{path.name} is not a manifest: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("h3_manifest") != VERSION:
+        raise H3Error(f"{path.name} is not a manifest of version {VERSION}: give the file beside a render, or the mp4")
+    return manifest
+
+
+def request_from(manifest: dict, folders: Iterable[Path]) -> tuple[RenderRequest, list[str]]:
+    """The request again, its media found by name in ``folders``; sentences name files whose content differs.
+
+    H3Error when a file cannot be found.
+    """
+    asked, notes, folders = manifest["request"], [], [Path(f) for f in folders]
+
+    def find(described: dict | None) -> Media | None:
+        if described is None:
+            return None
+        candidates = [folder / described["name"] for folder in folders if (folder / described["name"]).exists()]
+        if not candidates:
+            places = ", ".join(str(f) for f in folders)
+            raise H3Error(f"{described['name']} is needed and stands in none of {places}: add --inputs FOLDER")
+        same = [path for path in candidates if Media(str(path)).sha256 == described["sha256"]]
+        if not same:
+            notes.append(f"{described['name']} has other content than when the manifest was written")
+        return Media(str((same or candidates)[0]))
+
+    sound = asked["sound_mask"]
+    if isinstance(sound, dict):
+        ranges, curve = (tuple(tuple(pair) for pair in sound[key]) for key in ("ranges", "curve"))
+        sound = SoundMask(ranges=ranges, curve=curve, feather=sound["feather"])
+    plain = {name: asked[name] for name in PLAIN_FIELDS if name in asked}
+    plain["size"] = tuple(asked["size"])
+    request = RenderRequest(
+        **plain,
+        first_frame=find(asked["first_frame"]),
+        last_frame=find(asked["last_frame"]),
+        source=find(asked["source"]),
+        state=find(asked["state"]),
+        guides=tuple(
+            GuideRequest(find(g), frame=g["frame"], seconds=g["seconds"], strength=g["strength"])
+            for g in asked["guides"]
+        ),
+        mask=find(asked["mask"]) if isinstance(asked["mask"], dict) else asked["mask"],
+        sound_mask=sound,
+    )
+    return request, notes
+
+
+def differences(old: dict, new: dict, path: str = "") -> list[str]:
+    """One line per value that differs: ``models.dit.fingerprint: abc... -> def...``."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        lines = []
+        for key in sorted({*old, *new}):
+            lines += differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+        return lines
+    return [] if old == new else [f"{path}: {_short(old)} -> {_short(new)}"]
+
+
+def _short(value) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

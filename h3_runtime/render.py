@@ -1,0 +1,283 @@
+"""One render from request to latent: place, encode, sample; each part of the model is let go when its work is done.
+
+    RenderRequest ─place─▶ pixels on the canvas, all checks ─▶ text encoder ─▶ VAEs encode ─▶ RenderJob
+                  ─sample─▶ AVLatent ─▶ RenderResult (latent, job, label, seconds, peaks, notes) ─▶ save.py
+
+``Models`` knows where the parts lie, loads one when it is first asked for, and drops it on ``release``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from . import __version__
+from .checkpoint.load import CheckpointInfo, load_audio_vae, load_dit, load_video_vae
+from .checkpoint.parts import PartPaths
+from .checkpoint.reader import fingerprint
+from .errors import H3Error
+from .fidelity import Fidelity, compose
+from .geometry import FPS, TRAINED_FRAMES, Canvas
+from .guides import Placement, encode_guide, encode_source, place
+from .job import AVLatent, RenderJob
+from .request import RenderRequest
+from .sampler import SampleResult, sample
+from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, plan_schedule
+from .text.encoder import TextEncoder
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
+
+class Models:
+    """The parts of one model. ``keep`` holds them between renders (nodes, demo); else each leaves after its stage."""
+
+    def __init__(
+        self,
+        parts: PartPaths,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        layout: str | None = None,
+        keep: bool = False,
+    ):
+        self.parts, self.dtype, self.device, self.layout, self.keep = parts, dtype, device, layout, keep
+        self.infos: dict[str, CheckpointInfo] = {}
+        self._loaded: dict[str, torch.nn.Module | TextEncoder] = {}
+
+    def check(self, task: str) -> None:
+        """Raise before any weights are read when a part of the model is missing."""
+        self.parts.dit_for(task)
+        for name, path in (
+            ("video VAE", self.parts.video_vae),
+            ("audio VAE", self.parts.audio_vae),
+            ("text encoder", self.parts.text_encoder),
+        ):
+            if path is None:
+                raise H3Error(f"no {name} was found in the model folder: add its file, or name it on its own")
+
+    def dit(self, task: str) -> torch.nn.Module:
+        """The DiT for ``task`` (t2va, fl2va: FL2VA weights; ref2va: Ref2VA weights)."""
+        path = self.parts.dit_for(task).path
+        key = f"dit:{path}"
+        return self._load(key, "dit", lambda: load_dit(path, self.dtype, self.device, self.layout))
+
+    def video_vae(self) -> torch.nn.Module:
+        return self._load("video_vae", "video_vae", lambda: load_video_vae(self.parts.video_vae, self.device))
+
+    def audio_vae(self) -> torch.nn.Module:
+        return self._load("audio_vae", "audio_vae", lambda: load_audio_vae(self.parts.audio_vae, self.device))
+
+    def text_encoder(self) -> TextEncoder:
+        def load():
+            path = self.parts.text_encoder
+            encoder = TextEncoder.load(path, self.parts.tokenizer, dtype=self.dtype, device=self.device)
+            info = CheckpointInfo(
+                path=str(path),
+                format="text encoder",
+                part="text_encoder",
+                partition="unknown",
+                dtypes={},
+                nbytes=sum(p.numel() * p.element_size() for p in encoder.module.parameters()),
+                fingerprint=fingerprint(encoder.files),
+                notes=tuple(encoder.notes),
+            )
+            return encoder, info
+
+        return self._load("text_encoder", "text_encoder", load)
+
+    def _load(self, key: str, part: str, load: Callable):
+        if key not in self._loaded:
+            if part == "dit":  # one DiT at a time
+                self.release("dit")
+            self._loaded[key], self.infos[part] = load()
+        return self._loaded[key]
+
+    def release(self, *parts: str) -> None:
+        """Let parts go; the DiT always leaves before another is loaded."""
+        for key in [k for k in self._loaded if k.split(":")[0] in parts]:
+            del self._loaded[key]
+
+    def done(self, *parts: str) -> None:
+        """A stage is over: its parts leave unless models are kept."""
+        if not self.keep:
+            self.release(*parts)
+
+
+@dataclass(frozen=True)
+class RenderResult:
+    """What a render gave. ``finished`` False: the latent is the noisy state after ``job.schedule.stop`` forwards."""
+
+    request: RenderRequest
+    job: RenderJob
+    latent: AVLatent
+    finished: bool
+    fidelity: Fidelity
+    infos: dict[str, CheckpointInfo]
+    notes: tuple[str, ...]
+    seconds: dict[str, float]
+    step_seconds: tuple[float, ...]
+    stats: dict = field(default_factory=dict)
+
+    @property
+    def canvas(self) -> Canvas:
+        return self.job.canvas
+
+    @property
+    def dit_calls(self) -> int:
+        return len(self.step_seconds)
+
+
+def render(
+    request: RenderRequest, models: Models, progress: Progress | None = None, poll: Callable[[], None] | None = None
+) -> RenderResult:
+    """Run ``request`` up to its latent. H3Error before any weights are read for what cannot be used."""
+    seconds: dict[str, float] = {}
+    report = progress or (lambda stage, done, total: None)
+    with _timed(seconds, "place"):
+        placement = place(request)
+        task = "fl2va" if placement.guides else "t2va"
+        check_request(request, placement, models, task)
+    with _timed(seconds, "encode"):
+        report("encode", 0, 1)
+        job = encode(request, placement, models)
+        report("encode", 1, 1)
+    with _timed(seconds, "load"):
+        report("load", 0, 1)
+        dit = models.dit(task)
+        report("load", 1, 1)
+    with _timed(seconds, "denoise"):
+        sampled = sample(dit, job, progress=lambda done, total, _: report("denoise", done, total), poll=poll)
+    del dit
+    models.done("dit")
+    fidelity = label(job, sampled, models)
+    notes = list(placement.notes) + list(job.text.notes)
+    for part, info in models.infos.items():
+        notes += [f"{part}: {note}" for note in info.notes]
+        if info.approximate:
+            notes.append(info.approximate)
+    return RenderResult(
+        request=request,
+        job=job,
+        latent=sampled.latent,
+        finished=sampled.finished,
+        fidelity=fidelity,
+        infos=dict(models.infos),
+        notes=tuple(dict.fromkeys(notes)),
+        seconds=seconds,
+        step_seconds=sampled.step_seconds,
+        stats={"rows": sampled.num_rows, "dit_calls": sampled.dit_calls, **sampled.stats},
+    )
+
+
+def check_request(request: RenderRequest, placement: Placement, models: Models, task: str) -> None:
+    """Everything that can be wrong with a request and is cheap to see."""
+    plan_schedule(
+        request.num_forwards, request.denoise, request.start, request.stop, request.video_shift, request.audio_shift
+    )
+    if request.source is None and placement.state is None:
+        if request.denoise < 1:
+            raise H3Error(f"denoise {request.denoise} starts from a clip, and none was given: add --source FILE")
+        if request.start > 0:
+            raise H3Error(f"start {request.start} needs a saved state or a source clip: add --state or --source FILE")
+    if placement.state is not None:
+        done = placement.state.info.get("stop")
+        if placement.state.finished:
+            raise H3Error("the saved latent is a finished clip: decode it, or give it as a source")
+        if request.start != done:
+            raise H3Error(f"the saved state stopped after forward {done}: continue it with --start {done}")
+    models.check(task)
+
+
+def encode(request: RenderRequest, placement: Placement, models: Models) -> RenderJob:
+    """Prompt and media to the job that the sampler runs."""
+    text = models.text_encoder().encode(request.prompt, placement.pictures)
+    models.done("text_encoder")
+    guides, source = [], None
+    if placement.guides or placement.source is not None:
+        video_vae, audio_vae = models.video_vae(), models.audio_vae()
+        guides = [encode_guide(placed, video_vae, audio_vae) for placed in placement.guides]
+        if placement.source is not None:
+            source = encode_source(placement.source, video_vae, audio_vae)
+        del video_vae, audio_vae
+    models.done("video_vae", "audio_vae")
+    state = None
+    if placement.state is not None:
+        state = placement.state.latent
+        source = source or placement.state.source
+    return RenderJob(
+        canvas=placement.canvas,
+        text=text,
+        guides=tuple(guides),
+        masks=placement.masks,
+        source=source,
+        state=state,
+        seed=request.seed,
+        num_forwards=request.num_forwards,
+        start=request.start,
+        stop=request.stop,
+        denoise=request.denoise,
+        video_shift=request.video_shift,
+        audio_shift=request.audio_shift,
+        request=request,
+    )
+
+
+def label(job: RenderJob, sampled: SampleResult, models: Models) -> Fidelity:
+    """The render's fidelity from what ran. A checkpoint that is itself approximate makes every render so."""
+    infos = models.infos
+    cast = models.dtype == torch.float32
+    names = ["dit/float32" if cast else "dit/stored", "encoder/float32" if cast else "encoder/stored"]
+    names += ["attention/sdpa", "chunks/canonical", "refiner/once", "solver/euler", "recipe/reference"]
+    names.append("modulation/tables" if sampled.tables_before_loop else "modulation/by-forward")
+    steps = job.num_forwards == DEFAULT_FORWARDS
+    shifts = (job.video_shift, job.audio_shift) == (VIDEO_SHIFT, AUDIO_SHIFT)
+    names += [] if steps else ["schedule/steps"]
+    names += [] if shifts else ["schedule/shifts"]
+    names += ["schedule/reference"] if steps and shifts else []
+    names += ["video-vae/float32", "video-vae/chunk-stream", "audio-vae/float32"]
+    for part, name in (("dit", "dit"), ("video_vae", "video-vae"), ("audio_vae", "audio-vae")):
+        if part in infos and infos[part].approximate:
+            names.append(f"{name}/file-approximate")
+    if job.state is not None:
+        names.append("resume/state")
+    return compose(names, beyond_the_reference(job), "fp32 compute" if cast else "")
+
+
+def beyond_the_reference(job: RenderJob) -> list[str]:
+    """What of a job the reference has nothing to compare with."""
+    canvas, beyond = job.canvas, []
+    if any(not guide.keyframe for guide in job.guides):
+        beyond.append("guides in the middle")
+    if any(guide.strength < 1 for guide in job.guides):
+        beyond.append("guide strength")
+    if job.guides and job.references:
+        beyond.append("guides with references")
+    if job.masks is not None:
+        beyond.append("masks")
+    if job.denoise < 1:
+        beyond.append("denoise strength")
+    if job.start or job.schedule.stop < job.num_forwards:
+        beyond.append("start and stop")
+    low, high = TRAINED_FRAMES
+    if not low <= canvas.num_frames <= high:
+        beyond.append(f"{canvas.num_frames} frames ({canvas.num_frames / FPS:.1f} s; trained {low} to {high})")
+    trained = Canvas.fit(canvas.num_frames, ratio=min(max(canvas.width / canvas.height, 0.25), 4.0))
+    if (trained.width, trained.height) != (canvas.width, canvas.height):
+        beyond.append(f"size {canvas.width}x{canvas.height}")
+    return beyond
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    seconds[stage] = time.perf_counter() - began
+
+
+def environment() -> dict[str, str]:
+    """What of the machine decides a render's bits: versions and the kind of device, no names."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {"runtime": __version__, "torch": torch.__version__, "device": device}

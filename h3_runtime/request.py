@@ -1,0 +1,224 @@
+"""What a person asked for, before anything is loaded: prompt, media, size, masks, schedule.
+
+    CLI arguments or node widgets ─▶ RenderRequest ─▶ guides.py, render.py: RenderJob
+                                         └─▶ manifest (names and hashes), plan, a server engine
+
+Media stand as ``Media``: a file, or pixels and samples in memory; either way with a SHA-256 of what it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import H3Error
+from .geometry import AUDIO_CHANNELS, AUDIO_LATENT_RATE, FPS
+from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT
+
+WORD_MASKS = ("keep", "all")
+
+
+@dataclass(frozen=True)
+class Media:
+    """A picture, clip or sound. ``path``, or ``frames`` uint8 [F, H, W, 3] and / or ``audio`` float32 [2, L] at 32 kHz.
+
+    ``name`` is its base name, for reports and manifests.
+    """
+
+    path: str | None = None
+    frames: Any = field(default=None, compare=False)
+    audio: Any = field(default=None, compare=False)
+    name: str = ""
+
+    def __post_init__(self):
+        if self.path is None and self.frames is None and self.audio is None:
+            raise H3Error("an empty picture, clip or sound was given: give a file, pixels or samples")
+        if not self.name:
+            object.__setattr__(self, "name", Path(self.path).name if self.path else "in memory")
+
+    @property
+    def sha256(self) -> str:
+        """Of the file's bytes; of shapes and values for media in memory. A folder of pictures hashes its files."""
+        digest = hashlib.sha256()
+        if self.path is not None:
+            path = Path(self.path)
+            for file in sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]:
+                with open(file, "rb") as stream:
+                    while block := stream.read(1 << 20):
+                        digest.update(block)
+            return digest.hexdigest()
+        for value in (self.frames, self.audio):
+            if value is not None:
+                array = np.ascontiguousarray(torch.as_tensor(value).cpu().numpy())
+                digest.update(f"{array.dtype}{array.shape}".encode())
+                digest.update(array.tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class GuideRequest:
+    """Hold ``media`` at ``frame`` (negative: from the end) or ``seconds`` of the clip, with ``strength`` in (0, 1]."""
+
+    media: Media
+    frame: int | None = None
+    seconds: float | None = None
+    strength: float = 1.0
+
+    def __post_init__(self):
+        if (self.frame is None) == (self.seconds is None):
+            raise H3Error(f"guide {self.media.name} needs one place: a frame (@12) or a time (@2.5s)")
+        if not (isinstance(self.strength, (int, float)) and 0 < self.strength <= 1):
+            raise H3Error(f"guide {self.media.name} has strength {self.strength}: give more than 0 and at most 1")
+
+    def frame_index(self, num_frames: int) -> int:
+        """The pixel frame it stands at. H3Error outside the clip."""
+        if self.seconds is not None:
+            index = round(self.seconds * FPS) if math.isfinite(self.seconds) else num_frames
+            place = f"{self.seconds} s"
+        else:
+            index = self.frame + num_frames if self.frame < 0 else self.frame
+            place = f"frame {self.frame}"
+        if not 0 <= index < num_frames:
+            raise H3Error(
+                f"guide {self.media.name} stands at {place}: the clip has frames 0 to {num_frames - 1} "
+                f"(0 to {(num_frames - 1) / FPS:.3f} s)"
+            )
+        return index
+
+    @staticmethod
+    def parse(text: str) -> GuideRequest:
+        """``FILE@12``, ``FILE@2.5s`` or ``FILE@12:0.6`` (strength); split at the last @."""
+        path, at, place = text.rpartition("@")
+        match = re.fullmatch(r"(-?\d+|\d*\.?\d+s)(?::(\d*\.?\d+))?", place)
+        if not at or not path or match is None:
+            raise H3Error(f"guide {text!r} is not FILE@FRAME or FILE@SECONDSs, e.g. cat.png@12, cat.png@2.5s:0.8")
+        strength = 1.0 if match[2] is None else float(match[2])
+        if match[1].endswith("s"):
+            return GuideRequest(Media(path), seconds=float(match[1][:-1]), strength=strength)
+        return GuideRequest(Media(path), frame=int(match[1]), strength=strength)
+
+
+@dataclass(frozen=True)
+class SoundMask:
+    """Where the sound is made anew: time ranges (value 1), or a curve of (seconds, value) points; else it is kept.
+
+    ``feather`` seconds ramp linearly from each range's edge down to 0 outside it.
+    """
+
+    ranges: tuple[tuple[float, float], ...] = ()
+    curve: tuple[tuple[float, float], ...] = ()
+    feather: float = 0.0
+
+    def __post_init__(self):
+        if bool(self.ranges) == bool(self.curve):
+            raise H3Error("a sound mask needs either time ranges or a curve: e.g. 1-2.5 or 0=0,1=1,2=0.5")
+        for start, end in self.ranges:
+            if not (0 <= start < end < math.inf):
+                raise H3Error(f"sound mask range {start:g}-{end:g}: the start must be 0 or more and before the end")
+        times = [t for t, _ in self.curve]
+        if any(not math.isfinite(t) or t < 0 for t in times) or any(b <= a for a, b in zip(times, times[1:])):
+            raise H3Error(f"sound mask curve has times {times}: give rising seconds from 0 on")
+        for _, value in self.curve:
+            if not 0 <= value <= 1:
+                raise H3Error(f"sound mask value {value}: give 0 (keep) to 1 (make anew)")
+        if not 0 <= self.feather < math.inf:
+            raise H3Error(f"sound mask feather {self.feather}: give 0 or more seconds")
+
+    @staticmethod
+    def parse(text: str, feather: float = 0.0) -> SoundMask:
+        """``1-2.5,3-4`` (ranges in seconds) or ``0=0,1=1,2=0.5`` (curve: second=value)."""
+        number = r"\d*\.?\d+"
+        parts = [part.strip() for part in text.split(",")]
+        if all(re.fullmatch(f"{number}-{number}", part) for part in parts):
+            return SoundMask(ranges=tuple(tuple(map(float, p.split("-"))) for p in parts), feather=feather)
+        if all(re.fullmatch(f"{number}={number}", part) for part in parts):
+            return SoundMask(curve=tuple(tuple(map(float, p.split("="))) for p in parts), feather=feather)
+        raise H3Error(f"sound mask {text!r}: give ranges in seconds (1-2.5,3-4), a curve (0=0,1=1), keep or all")
+
+    def value(self, seconds: np.ndarray) -> np.ndarray:
+        """The mask at points in time [n] -> [n]."""
+        if self.curve:
+            times, values = zip(*self.curve)
+            return np.interp(seconds, times, values)
+        out = np.zeros_like(seconds)
+        for start, end in self.ranges:
+            outside = np.maximum(np.maximum(start - seconds, seconds - end), 0.0)
+            ramp = 1.0 - outside / self.feather if self.feather > 0 else np.where(outside > 0, 0.0, 1.0)
+            out = np.maximum(out, np.clip(ramp, 0.0, 1.0))
+        return out
+
+    def latents(self, audio_t: int) -> Tensor:
+        """float32 [2, audio_t]: the largest value inside each 1/40 s latent (touching an edge does not count)."""
+        inside = 1e-6
+        edges = np.arange(audio_t, dtype=np.float64)
+        corners = [t for t, _ in self.curve]
+        for start, end in self.ranges:
+            corners += [start, end]
+        points = [(edges + inside) / AUDIO_LATENT_RATE, (edges + 1 - inside) / AUDIO_LATENT_RATE]
+        largest = np.maximum(*(self.value(p) for p in points))
+        for corner in corners:
+            place = corner * AUDIO_LATENT_RATE
+            index = math.floor(place)
+            if inside < place - index < 1 - inside and index < audio_t:
+                largest[index] = max(largest[index], float(self.value(np.array([corner]))[0]))
+        return torch.from_numpy(largest.astype(np.float32)).expand(AUDIO_CHANNELS, -1).contiguous()
+
+
+@dataclass(frozen=True)
+class RenderRequest:
+    """One render as asked. ``frames`` None: 124, or the source clip's length. Sizes and counts are fitted later.
+
+    ``mask`` is a picture, one per frame, or the words keep / all; ``sound_mask`` a SoundMask or the same words;
+    ``source`` is the clip that masks keep and denoise starts from; ``state`` a saved partial latent to continue.
+    """
+
+    prompt: str
+    size: tuple[int, int] | None = None
+    ratio: tuple[int, int] | float | None = None
+    megapixels: float | None = None
+    frames: int | None = None
+    first_frame: Media | None = None
+    last_frame: Media | None = None
+    guides: tuple[GuideRequest, ...] = ()
+    mask: Media | str | None = None
+    sound_mask: SoundMask | str | None = None
+    source: Media | None = None
+    state: Media | None = None
+    seed: int = 0
+    num_forwards: int = DEFAULT_FORWARDS
+    start: int = 0
+    stop: int | None = None
+    denoise: float = 1.0
+    video_shift: float = VIDEO_SHIFT
+    audio_shift: float = AUDIO_SHIFT
+    dtype: str | None = None
+    recipe: str = "reference"
+
+    def __post_init__(self):
+        if not isinstance(self.prompt, str):
+            raise H3Error(f"the prompt is {type(self.prompt).__name__}: give text")
+        for name, mask in (("mask", self.mask), ("sound mask", self.sound_mask)):
+            if isinstance(mask, str) and mask not in WORD_MASKS:
+                raise H3Error(f"{name} {mask!r}: give a file, keep or all")
+        if self.recipe != "reference":
+            raise H3Error(f"recipe {self.recipe!r}: only 'reference' is built")
+        if self.dtype not in (None, "float32"):
+            raise H3Error(f"dtype {self.dtype!r}: leave it out (as stored) or give float32")
+        if (self.mask is not None or self.sound_mask is not None) and self.source is None and self.state is None:
+            raise H3Error("a mask keeps parts of a clip, and no clip was given: add --source FILE")
+
+    @property
+    def media(self) -> dict[str, Media]:
+        """All media of the request by input name, in a fixed order."""
+        named = {"first frame": self.first_frame, "last frame": self.last_frame, "source": self.source}
+        named |= {f"guide {i}": guide.media for i, guide in enumerate(self.guides, 1)}
+        named |= {"mask": self.mask if isinstance(self.mask, Media) else None, "state": self.state}
+        return {name: media for name, media in named.items() if media is not None}

@@ -1,0 +1,170 @@
+"""A render's latent to files: mp4 with sound, manifest and report beside it, or the latent itself.
+
+    RenderResult ─decode─▶ clip.mp4 (manifest in its metadata) ─▶ clip.json (manifest) ─▶ clip.report.json (measured)
+    stopped early ───────▶ clip.latent.safetensors (state and source, to go on from)
+
+The latent is written first and removed last, so that a failed decode costs no finished sampling.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from .decode import decode_audio, decode_video
+from .errors import H3Error, NonFiniteError
+from .latents import save_latent
+from .manifest import METADATA_KEY, dump, make_manifest
+from .media import Mp4Writer, check_output_path
+from .render import Models, Progress, RenderResult
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Where a render went. ``video`` is None for a run that stopped early."""
+
+    video: Path | None
+    latent: Path | None
+    manifest: Path | None
+    report: Path
+    notes: tuple[str, ...]
+
+
+def check_output(path: str | Path) -> Path:
+    """The mp4's path, checked before any long work."""
+    return check_output_path(path)
+
+
+def latent_path(out: Path) -> Path:
+    return out.with_suffix(".latent.safetensors")
+
+
+def save_clip(
+    result: RenderResult,
+    models: Models,
+    out: str | Path,
+    metadata: bool = True,
+    keep_latent: bool = False,
+    progress: Progress | None = None,
+) -> Saved:
+    """Decode ``result`` to ``out`` (mp4), or save its state where the run stopped early."""
+    out = check_output(out)
+    manifest = make_manifest(result)
+    job, done = result.job, result.job.schedule.stop
+    latent = save_latent(
+        latent_path(out),
+        job.canvas,
+        result.latent,
+        None if result.finished else job.source,
+        finished=result.finished,
+        stop=done,
+        sigma_video=job.schedule.video[done],
+        sigma_audio=job.schedule.audio[done],
+        task=job.task,
+        fingerprint=job.fingerprint(*(info.fingerprint for info in result.infos.values())),
+    )
+    notes: list[str] = list(result.notes)
+    video = None
+    if result.finished:
+        began = time.perf_counter()
+        video = _write_video(result, models, out, dump(manifest) if metadata else None, progress, notes)
+        result.seconds["decode"] = time.perf_counter() - began
+        if not keep_latent:
+            latent.unlink()
+            latent = None
+    manifest_file = out.with_suffix(".json") if metadata else None
+    if manifest_file is not None:
+        _write_text(manifest_file, dump(manifest))
+    report = out.with_suffix(".report.json")
+    _write_text(report, json.dumps(make_report(result, notes), indent=1, ensure_ascii=False))
+    return Saved(video, latent, manifest_file, report, tuple(notes))
+
+
+def _write_video(
+    result: RenderResult, models: Models, out: Path, manifest: str | None, progress: Progress | None, notes: list[str]
+) -> Path:
+    report = progress or (lambda stage, done, total: None)
+    canvas = result.canvas
+    try:
+        sound, _ = decode_audio(models.audio_vae(), result.latent, canvas)
+    except NonFiniteError as error:
+        notes.append(f"the sound could not be decoded and the video was saved without it: {error}")
+        sound = None
+    models.done("audio_vae")
+    tags = {METADATA_KEY: manifest} if manifest is not None else None
+    with Mp4Writer(out, canvas.width, canvas.height, canvas.num_frames, sound, tags) as writer:
+        decode_video(models.video_vae(), result.latent, writer, lambda done, total: report("decode", done, total))
+    models.done("video_vae")
+    notes += writer.notes
+    return out
+
+
+def make_report(result: RenderResult, notes: list[str]) -> dict:
+    """Measurements and sentences about one render; nothing here decides its output."""
+    process = psutil.Process()
+    memory = process.memory_info()
+    return {
+        "label": result.fidelity.title,
+        "fidelity": result.fidelity.to_dict(),
+        "notes": notes,
+        "size": f"{result.canvas.width}x{result.canvas.height}",
+        "frames": result.canvas.num_frames,
+        "seconds_of_video": result.canvas.seconds,
+        "stage_seconds": result.seconds,
+        "step_seconds": list(result.step_seconds),
+        "dit_calls": result.dit_calls,
+        "host_bytes_peak": getattr(memory, "peak_wset", None) or _peak_rss(),
+        "machine": machine(),
+        "stats": result.stats,
+    }
+
+
+def _peak_rss() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows reports its peak through psutil
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def machine() -> dict:
+    """The machine that measured: processor, cores, memory, versions. No host or user name."""
+    import torch
+
+    return {
+        "system": platform.system(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _write_text(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".partial")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        raise H3Error(f"{path.name} could not be written: {error.strerror}; choose another folder") from None
+    finally:
+        part.unlink(missing_ok=True)
