@@ -265,9 +265,11 @@ def ready_here(request: Request) -> list[str]:
     needed = dependencies() + (test_tools() if request.command != "demo" else [])
     missing = missing_here(needed)
     if any(name_of(requirement) == "torch" for requirement in missing):
+        others = [requirement for requirement in missing if name_of(requirement) != "torch"]
+        also = f" It also lacks {', '.join(others)}." if others else ""
         raise Stop(
             f"{sys.executable} has no torch, and with --here dev.py never installs it: install the build for your "
-            "card with pip first, or leave --here out to get one in .venv."
+            f"card with pip first, or leave --here out to get one in .venv.{also}"
         )
     if missing and not request.install:
         command = quoted([*python, "-m", "pip", "install", *missing])
