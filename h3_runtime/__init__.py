@@ -24,7 +24,7 @@ _HOMES = {
     "SoundMask": "request",
     "TextCondition": "job",
     "find_parts": "checkpoint.parts",
-    "render": "render",
+    "render_request": "render",
     "sample": "sampler",
     "save_clip": "save",
 }

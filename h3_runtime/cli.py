@@ -1,7 +1,7 @@
 """The command line: python -m h3_runtime COMMAND. Each command is a function that returns results and an exit status.
 
-    words for people go to the terminal; with --json, words go to stderr and stdout holds one object:
-    {"command", "version", "machine", "results": [{"name", "value", "unit", ...}]}
+words for people go to the terminal; with --json, words go to stderr and stdout holds one object:
+{"command", "version", "machine", "results": [{"name", "value", "unit", ...}]}
 """
 
 from __future__ import annotations
@@ -121,13 +121,15 @@ def _add_render(commands) -> argparse.ArgumentParser:
         epilog=(
             "examples:\n"
             '  render --model DIR --prompt "a cat" --out cat.mp4\n'
-            '  render --model DIR --prompt "a cat" --first-frame a.png --guide b.png@60 --guide say.wav@2.5s --out c.mp4\n'
+            '  render --model DIR --prompt "a cat" --first-frame a.png --guide b.png@60 --guide s.wav@2.5s --out c.mp4\n'
             '  render --model DIR --prompt "a dog" --source c.mp4 --mask m.png --audio-mask keep --out d.mp4\n'
             "  render --model DIR --from d.mp4 --out again.mp4"
         ),
     )
     model = command.add_argument_group("model")
-    model.add_argument("--model", required=True, metavar="DIR", help="model folder: official, diffusers or ComfyUI files")
+    model.add_argument(
+        "--model", required=True, metavar="DIR", help="model folder: official, diffusers or ComfyUI files"
+    )
     model.add_argument("--dit", metavar="FILE", help="DiT file or folder, instead of the one found in --model")
     model.add_argument("--layout", help="read the DiT in this layout, where its names leave a choice")
     model.add_argument("--dtype", choices=["float32"], help="compute in float32 instead of the stored dtype")
@@ -146,8 +148,12 @@ def _add_render(commands) -> argparse.ArgumentParser:
     )  # fmt: skip
     edit = command.add_argument_group("editing a clip")
     edit.add_argument("--source", metavar="FILE", help="clip that masks keep parts of, or that --denoise starts from")
-    edit.add_argument("--mask", metavar="FILE|keep|all", help="white is made anew: one picture, one per frame, or a clip")
-    edit.add_argument("--audio-mask", metavar="RANGES|CURVE|keep|all", help="sound made anew: 1-2.5,3-4 or 0=0,1=1,2=.5")
+    edit.add_argument(
+        "--mask", metavar="FILE|keep|all", help="white is made anew: one picture, one per frame, or a clip"
+    )
+    edit.add_argument(
+        "--audio-mask", metavar="RANGES|CURVE|keep|all", help="sound made anew: 1-2.5,3-4 or 0=0,1=1,2=.5"
+    )
     edit.add_argument("--audio-feather", type=float, default=0.0, metavar="SECONDS", help="ramp at the ranges' edges")
     edit.add_argument("--denoise", type=float, default=None, help="strength in (0, 1]; 1 starts from noise alone")
     run = command.add_argument_group("how")
@@ -160,7 +166,9 @@ def _add_render(commands) -> argparse.ArgumentParser:
     run.add_argument("--audio-shift", type=float, help="sigma shift of the sound, default 3")
     out = command.add_argument_group("output")
     out.add_argument("--out", required=True, metavar="FILE.mp4")
-    out.add_argument("--from", dest="manifest", metavar="MANIFEST", help="repeat a render: its .json, or the mp4 itself")
+    out.add_argument(
+        "--from", dest="manifest", metavar="MANIFEST", help="repeat a render: its .json, or the mp4 itself"
+    )
     out.add_argument("--inputs", metavar="DIR", help="where to look for the files of --from")
     out.add_argument("--keep-latent", action="store_true", help="keep the finished latent beside the clip")
     out.add_argument("--no-metadata", action="store_true", help="write no manifest, neither in the file nor beside it")
@@ -178,7 +186,7 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
     import torch
 
     from . import manifest as manifests
-    from .render import Models, render
+    from .render import Models, render_request
     from .save import check_output, save_clip
 
     out = check_output(arguments.out)
@@ -197,10 +205,8 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if request.dtype == "float32" else None
     models = Models(model_parts(arguments), dtype, device, arguments.layout)
-    result = render(request, models, say.progress)
-    saved = save_clip(
-        result, models, out, not arguments.no_metadata, arguments.keep_latent, progress=say.progress
-    )
+    result = render_request(request, models, say.progress)
+    saved = save_clip(result, models, out, not arguments.no_metadata, arguments.keep_latent, progress=say.progress)
     for note in saved.notes:
         say(f"note: {note}")
     say(f"label: {result.fidelity.title}")

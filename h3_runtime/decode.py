@@ -1,7 +1,7 @@
 """Latents to pixels and sound, chunk by chunk into a sink; nothing holds the whole clip.
 
-    video latent ─▶ chunks of 5 latents (+2 overlap), tiles of 256 px ─▶ float [1, 3, f, H, W] ─▶ sink.write
-    sound latent ─▶ left, right ─▶ [2, A * 800] ─cut or padded─▶ exactly round(N / 24 * 32000) samples
+video latent ─▶ chunks of 5 latents (+2 overlap), tiles of 256 px ─▶ float [1, 3, f, H, W] ─▶ sink.write
+sound latent ─▶ left, right ─▶ [2, A * 800] ─cut or padded─▶ exactly round(N / 24 * 32000) samples
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .errors import NonFiniteError
 from .geometry import Canvas
 from .job import AVLatent
 from .media import fit_audio
+from .models.precision import exact_float32
 
 
 class FrameSink(Protocol):
@@ -26,9 +27,8 @@ class FrameSink(Protocol):
 
 
 @torch.no_grad()
-def decode_video(
-    vae, latent: AVLatent, sink: FrameSink, progress: Callable[[int, int], None] | None = None
-) -> int:
+@exact_float32()
+def decode_video(vae, latent: AVLatent, sink: FrameSink, progress: Callable[[int, int], None] | None = None) -> int:
     """Decode into ``sink``; ``progress(done, total)`` per chunk. Returns the number of frames written."""
     total = vae.decode_chunk_count(latent.video.shape[2])
     frames = 0
@@ -46,6 +46,7 @@ def decode_video(
 
 
 @torch.no_grad()
+@exact_float32()
 def decode_audio(vae, latent: AVLatent, canvas: Canvas) -> tuple[Tensor, str | None]:
     """Sound float32 [2, round(N / 24 * 32000)] of the clip, and a sentence when it was cut or padded."""
     waveform = vae.decode(latent.audio.to(_device(vae)))[0].float().cpu()

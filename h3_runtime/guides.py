@@ -263,9 +263,7 @@ def encode_guide(placed: Placed, video_vae, audio_vae) -> Guide:
     return Guide(placed.frame_index, video, audio, placed.strength, placed.keyframe, placed.name)
 
 
-def encode_source(
-    placed: Placed, video_vae, audio_vae, progress: Callable[[int, int], None] | None = None
-) -> AVLatent:
+def encode_source(placed: Placed, video_vae, audio_vae, progress: Callable[[int, int], None] | None = None) -> AVLatent:
     """The clip to edit in latent space: posterior means, so that keeping it keeps one definite clip."""
     frames = torch.from_numpy(np.ascontiguousarray(placed.frames))
     return AVLatent(video_vae.encode_mean(frames, progress).cpu(), audio_vae.encode(placed.audio[None]).cpu())
@@ -273,6 +271,4 @@ def encode_source(
 
 def with_size(request: RenderRequest, canvas: Canvas) -> RenderRequest:
     """The request with the canvas it got, so that repeating it needs no media to choose a size."""
-    return replace(
-        request, size=(canvas.width, canvas.height), ratio=None, megapixels=None, frames=canvas.num_frames
-    )
+    return replace(request, size=(canvas.width, canvas.height), ratio=None, megapixels=None, frames=canvas.num_frames)

@@ -24,6 +24,7 @@ from .fidelity import Fidelity, compose
 from .geometry import FPS, TRAINED_FRAMES, Canvas
 from .guides import Placement, encode_guide, encode_source, place
 from .job import AVLatent, RenderJob
+from .models.precision import exact_float32
 from .request import RenderRequest
 from .sampler import SampleResult, sample
 from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, plan_schedule
@@ -130,7 +131,7 @@ class RenderResult:
         return len(self.step_seconds)
 
 
-def render(
+def render_request(
     request: RenderRequest, models: Models, progress: Progress | None = None, poll: Callable[[], None] | None = None
 ) -> RenderResult:
     """Run ``request`` up to its latent. H3Error before any weights are read for what cannot be used."""
@@ -191,6 +192,7 @@ def check_request(request: RenderRequest, placement: Placement, models: Models, 
     models.check(task)
 
 
+@exact_float32()
 def encode(request: RenderRequest, placement: Placement, models: Models) -> RenderJob:
     """Prompt and media to the job that the sampler runs."""
     text = models.text_encoder().encode(request.prompt, placement.pictures)

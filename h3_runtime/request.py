@@ -9,6 +9,7 @@ Media stand as ``Media``: a file, or pixels and samples in memory; either way wi
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import re
 from dataclasses import dataclass, field
@@ -124,7 +125,7 @@ class SoundMask:
             if not (0 <= start < end < math.inf):
                 raise H3Error(f"sound mask range {start:g}-{end:g}: the start must be 0 or more and before the end")
         times = [t for t, _ in self.curve]
-        if any(not math.isfinite(t) or t < 0 for t in times) or any(b <= a for a, b in zip(times, times[1:])):
+        if any(not math.isfinite(t) or t < 0 for t in times) or any(b <= a for a, b in itertools.pairwise(times)):
             raise H3Error(f"sound mask curve has times {times}: give rising seconds from 0 on")
         for _, value in self.curve:
             if not 0 <= value <= 1:

@@ -25,6 +25,7 @@ from .job import AUDIO_LATENT_CHANNELS, VIDEO_CHANNELS, AVLatent, RenderJob
 from .layout import PackedLayout, audio_to_rows, patchify_video, rows_to_audio, unpatchify_video
 from .models.attention import dense_attention, rotary_table
 from .models.dit import DiT, ForwardContext
+from .models.precision import exact_float32
 from .schedule import CONDITION_TIMESTEP, euler_step, mix, start_point
 from .steps import StepPlan, Steps, on_device, plan_steps
 
@@ -193,6 +194,7 @@ class _Stream:
 
 
 @torch.no_grad()
+@exact_float32()
 def sample(
     dit: DiT,
     job: RenderJob,
