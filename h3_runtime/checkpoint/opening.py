@@ -1,0 +1,274 @@
+"""One part of a model, opened: headers checked, layout known, a recipe for every tensor, nothing read yet.
+
+path --open_source--> names, shapes, number types, metadata
+     --choose_format--> CheckpointFormat --recipes--> Checkpoint.build(name): one tensor of ours, read on demand
+     --config.json, metadata--> settings that no shape tells
+     --metadata, folder, file name--> partition (fl2va, ref2va, unknown)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .formats import OTHER_PARTS, CheckpointFormat, Header, Recipe, choose_format, dit_prefix
+from .reader import TensorSource, listed, open_source
+
+QUANTISED_MARKS = (".comfy_quant", ".weight_scale", ".scale_weight", "scaled_fp8")
+PRUNED_MARK = "adaln_t_table"
+CONFIG_KEY = "h3_runtime.config"  # our own files carry their configuration under it, as JSON
+PARTITION_KEYS = ("h3_runtime.partition", "partition", "modelspec.title")
+DIFFUSERS_SIGNS = ("model_index.json", "modular_model_index.json", "transformer_ref")
+PARTITIONS = ("fl2va", "ref2va")
+
+# config.json of a diffusers or official folder -> our setting, for what no tensor shape tells
+CONFIG_NAMES: dict[str, dict[str, str]] = {
+    "dit": {"rope_freq_dim": "rope_frequencies"},
+    "video_vae": {
+        "decoder_num_attention_heads": "heads",
+        "decoder_attention_head_dim": "head_dim",
+        "spatial_downsample_factors": "space_strides",
+        "temporal_downsample_factors": "time_strides",
+        "norm_num_groups": "norm_groups",
+        "norm_eps": "norm_eps",
+        "decoder_rope_theta": "rope_theta",
+        "decoder_rope_dim_ratio": "rope_fraction",
+        "decoder_norm_eps": "decoder_eps",
+        "heads": "heads",
+        "dim_head": "head_dim",
+        "space_down": "space_strides",
+        "time_down": "time_strides",
+        "rope_theta": "rope_theta",
+        "rope_dim_ratio": "rope_fraction",
+    },
+    "audio_vae": {
+        "encoder_dim": "encoder_dim",
+        "encoder_rates": "encoder_rates",
+        "latent_dim": "latent_dim",
+        "latent_channels": "latent_channels",
+        "num_attention_heads": "heads",
+        "decoder_dim": "decoder_dim",
+        "decoder_rates": "decoder_rates",
+        "decoder_kernel_sizes": "decoder_kernels",
+        "resblock_kernel_sizes": "res_kernels",
+        "resblock_dilation_sizes": "res_dilations",
+    },
+}
+# settings of config.json that our modules have built in
+FIXED_SETTINGS = {
+    "dit": {"patch_size": [1, 2, 2], "norm_eps": 1e-5, "qk_norm_eps": 1e-5, "final_norm_eps": 1e-5, "rope_theta": 1e4},
+    "video_vae": {
+        "spatial_padding_mode": "reflect",
+        "clip_length": 17,
+        "token_drop": 3,
+        "vae_clip_length": 17,
+        "vae_token_drop": 3,
+    },
+    "audio_vae": {"sampling_rate": 32000, "sample_rate": 32000},
+}
+STATISTICS = ("latents_mean", "latents_std")
+COMPONENT_FILES = ("model.", "diffusion_pytorch_model")  # weights whose folder says what they are
+CLASS_PARTS = {
+    "MiniMaxH3Transformer3DModel": "dit",
+    "MiniMaxH3DiTModel": "dit",
+    "AutoencoderKLMiniMaxH3": "video_vae",
+    "AutoencoderKLLegacy": "video_vae",
+    "MiniMaxH3VideoVAE": "video_vae",
+    "AutoencoderKLMiniMaxH3Audio": "audio_vae",
+    "MiniMaxH3AudioVAE": "audio_vae",
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One part, opened: headers checked, layout known, a recipe for each of our tensors, no tensor read."""
+
+    source: TensorSource
+    format: CheckpointFormat
+    prefix: str
+    header: Header
+    recipes: Mapping[str, Recipe]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes under our names."""
+        return {name: recipe.shape for name, recipe in self.recipes.items()}
+
+    def stored_as(self, name: str) -> str:
+        """The number type our tensor ``name`` is stored in (its first source; F32 when it comes from config.json)."""
+        sources = self.recipes[name].sources
+        return self.source.dtypes[self.prefix + sources[0]] if sources else "F32"
+
+    def where(self, name: str) -> str:
+        """File and stored names behind our tensor ``name``, for messages."""
+        sources = self.recipes[name].sources
+        return " + ".join(self.source.where(self.prefix + s) for s in sources) or f"{self.source.path}: {name}"
+
+    def build(self, name: str) -> Tensor:
+        """Our tensor ``name``, read and transformed, in its stored number type; CheckpointError on NaN or infinity."""
+        tensor = self.recipes[name].build(self.source, self.prefix)
+        if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and tensor.numel():
+            low, high = torch.aminmax(tensor)  # NaN carries through; no mask of the tensor's size is made
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                raise CheckpointError(f"{self.where(name)} holds NaN or infinity; download the file again.")
+        return tensor
+
+
+def header_of(source: TensorSource, part: str | None = None, forced: bool = False) -> tuple[str, Header]:
+    """The prefix of the stored names, and what detection sees of a source."""
+    prefix = dit_prefix(source.shapes) if part in (None, "dit") else ""
+    shapes = {name[len(prefix) :]: shape for name, shape in source.shapes.items() if name.startswith(prefix)}
+    return prefix, Header(shapes, source.sharded, forced=forced)
+
+
+def refuse_unreadable(source: TensorSource, header: Header) -> None:
+    """CheckpointError for files of a kind that is recognised and not read by this version: quantised and pruned."""
+    if any(name.endswith(QUANTISED_MARKS) for name in header.shapes):
+        raise CheckpointError(f"{source.path} is quantised, which this version does not read; use bf16 (VAE: fp32).")
+    if PRUNED_MARK in header.shapes:
+        raise CheckpointError(f"{source.path} is pruned (AdaLN curve), which this version does not read; use bf16.")
+
+
+def open_checkpoint(
+    path: str | os.PathLike,
+    part: str | None = None,
+    layout: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Open the weights at ``path`` (file, shard, index or folder) as ``part``: dit, video_vae, audio_vae, None: any.
+
+    ``layout`` (official, diffusers, comfyui) overrides detection; ``config`` takes the place of config.json. Reads
+    headers only. CheckpointError when it is another part or no layout fits; what is missing or does not fit inside
+    the layout is in ``problems``.
+    """
+    source = open_source(path)
+    prefix, header = header_of(source, part, forced=layout is not None)
+    chosen = choose_format(header, part, layout, str(source.path))
+    refuse_unreadable(source, header)
+    settings = _settings_in(config, chosen.part, "config") if config else config_of(source, chosen.part)
+    header = replace(header, config=settings)
+    recipes, problems = chosen.recipes(header)
+    outside = [name for name in source.shapes if not name.startswith(prefix)]
+    foreign = [name for name in outside if name.startswith(OTHER_PARTS)]
+    problems += [f"extra {name}" for name in outside if name not in foreign]
+    notes = source.notes
+    if foreign:
+        notes += (f"{len(foreign)} tensors of other parts in the same file were left alone",)
+    return Checkpoint(source, chosen, prefix, header, recipes, tuple(problems), notes)
+
+
+def config_of(source: TensorSource, part: str) -> dict[str, Any]:
+    """Settings of config.json beside the weights, {} without one or when it is another part's.
+
+    The official video VAE keeps its weights in ``source/`` and a second config.json one folder up: both are read.
+    """
+    folder = source.path if source.path.is_dir() else source.path.parent
+    files = [folder.parent / "config.json"] if folder.name == "source" else []
+    settings: dict[str, Any] = {}
+    for file in (*files, folder / "config.json"):
+        if not file.is_file():
+            continue
+        found = read_json(file)
+        owner = CLASS_PARTS.get(str(found.get("_class_name")))
+        # without a class of ours it may be a neighbour's (a text encoder's), unless the weights' name says folder
+        nameless = source.sharded or source.path.name.startswith(COMPONENT_FILES)
+        if owner == part or (owner is None and nameless and "model_type" not in found):
+            settings.update(_settings_in(found, part, str(file)))
+    return settings
+
+
+def _settings_in(config: Mapping[str, Any], part: str, where: str) -> dict[str, Any]:
+    """The settings of ``part`` in a config.json's content, nested ones lifted; CheckpointError on impossible values."""
+    known = {*CONFIG_NAMES[part], *FIXED_SETTINGS[part], *STATISTICS}
+    settings: dict[str, Any] = {}
+    for level in (*(value for value in config.values() if isinstance(value, Mapping)), config):
+        settings.update({key: value for key, value in level.items() if key in known and value is not None})
+    for key, value in settings.items():
+        fixed = FIXED_SETTINGS[part].get(key, value)
+        if value != fixed:
+            raise CheckpointError(f"{where}: {key} is {value!r}; only {fixed!r} can be run.")
+        if key not in FIXED_SETTINGS[part] and not _all_numbers(value, positive=key not in STATISTICS):
+            raise CheckpointError(f"{where}: {key} is {value!r}, which is no size; download it again.")
+    return settings
+
+
+def _all_numbers(value: Any, positive: bool) -> bool:
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(_all_numbers(item, positive) for item in value)
+    return type(value) in (int, float) and (0 if positive else -1e9) < value < 1e9
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a small file; CheckpointError names the file when it is none."""
+    try:
+        found = json.loads(path.read_bytes().decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); download it again.") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds no JSON object; download it again.")
+    return found
+
+
+def settings_for(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What shapes cannot tell, under our modules' names: from config.json, and from the file's own metadata."""
+    names = CONFIG_NAMES[checkpoint.format.part]
+    found = {names[key]: _tupled(value) for key, value in checkpoint.header.config.items() if key in names}
+    text = checkpoint.source.metadata.get(CONFIG_KEY, "{}")
+    try:
+        return {**{key: _tupled(value) for key, value in json.loads(text).items()}, **found}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{checkpoint.source.path}: the metadata {CONFIG_KEY} is damaged ({error}); download the file again."
+        ) from None
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+
+
+def find_partition(source: TensorSource) -> tuple[str, list[str]]:
+    """fl2va, ref2va or unknown, and notes. The two have the same tensors: only what is written around them tells.
+
+    In this order: the file's metadata; model_index.json of the official folder; folder names; the file's name. A later
+    sign that contradicts an earlier one is noted.
+    """
+    path = Path(os.path.abspath(source.path))
+    folder = path if path.is_dir() else path.parent
+    signs: list[tuple[str, str]] = []
+    for key in PARTITION_KEYS:
+        signs += [(word, f"metadata {key}") for word in _partitions_in(source.metadata.get(key, ""))]
+    index = folder.parent / "model_index.json"
+    if index.is_file():
+        release = read_json(index).get("_minimax_h3")
+        if isinstance(release, dict):
+            signs += [(word, index.name) for word in _partitions_in(str(release.get("partition", "")))]
+    for name in (folder.name, folder.parent.name):
+        if name == "transformer_ref":
+            signs.append(("ref2va", f"folder {name}"))
+        signs += [(word, f"folder {name}") for word in _partitions_in(name)]
+    if not path.is_dir():
+        signs += [(word, f"file name {path.name}") for word in _partitions_in(path.name)]
+    if folder.name == "transformer" and not signs and any((folder.parent / name).exists() for name in DIFFUSERS_SIGNS):
+        signs.append(("fl2va", "folder transformer"))  # the reference keeps ref2va weights in transformer_ref
+    if not signs:
+        return "unknown", ["partition unknown (fl2va or ref2va): nothing in metadata, folder or file name tells"]
+    partition, sign = signs[0]
+    against = [other for word, other in signs if word != partition]
+    return partition, [f"{partition} by {sign}, against {listed(against)}"] if against else []
+
+
+def _partitions_in(text: str) -> list[str]:
+    """The one partition that ``text`` names; [] when it names none or both."""
+    text = text.lower()
+    found = [name for name in PARTITIONS if name[:-1] in text]  # file names say fl2v and ref2v as well
+    return found if len(found) == 1 else []
