@@ -160,6 +160,7 @@ def test_config_sits_beside_and_is_checked(tmp_path, repositories):
     fails({"decoder_num_attention_heads": "two"}, "decoder_num_attention_heads is 'two'")
     fails({"decoder_attention_head_dim": 0}, "decoder_attention_head_dim is 0")
     fails({"decoder_attention_head_dim": 12}, "32 rows is not made of heads of 12")
+    fails({"decoder_attention_head_dim": [16]}, "nothing can be made of decoder.transformer_blocks")
     fails({"latents_std": [0.0] * 24}, "latents_std must be above zero")
     fails({"latents_mean": settings["latents_mean"][:-1]}, r"misshapen .*latents_mean \[23\], needed \[24\]")
     fails({"latents_mean": None}, "latents_mean is neither in the file nor in a config.json")

@@ -150,7 +150,7 @@ def _recipe(sources: tuple[str, ...], combine: Combine | None, header: Header) -
         made = bound([torch.empty(header.shapes[name], device="meta") for name in sources])
     except CheckpointError:
         raise
-    except (RuntimeError, ValueError, LookupError):
+    except (RuntimeError, ValueError, TypeError, LookupError):
         shapes = listed(f"{name} {list(header.shapes[name])}" for name in sources)
         raise CheckpointError(f"misshapen: nothing can be made of {shapes}") from None
     return Recipe(sources, tuple(made.shape), bound)
