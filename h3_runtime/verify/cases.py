@@ -75,10 +75,8 @@ VIDEO_VAE_SIZES = {"res": "resnets", "layers": "layers", "heads": "heads", "dim_
 
 
 class Value(NamedTuple):
-    """What the runtime computed under the name of an output. ``want`` and ``tolerance`` None: those of the case.
-
-    ``variant`` tells the weight file where several are run.
-    """
+    """What the runtime computed under the name of an output. ``want`` and ``tolerance`` None: those of the case, and
+    skipped where the case stores no such output. ``variant`` tells the weight file where several are run."""
 
     name: str
     got: Tensor
@@ -358,9 +356,8 @@ def run_loop(golden: Golden, case: Case, given: Tensors) -> Iterator[Value]:
             # without masks the rows fed to forward k + 1 are the state after forward k
             "out_rms_per_step": torch.stack([_rms(rows) for rows in (*probe.rows[1:], final)], dim=1),
         }
-        for name in case["outputs"]:
-            if name in values:
-                yield Value(name, values[name], file)
+        for name, got in values.items():
+            yield Value(name, got, file)
 
 
 def job_of(config: Mapping[str, Any], given: Tensors) -> RenderJob:
