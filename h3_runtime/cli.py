@@ -121,7 +121,7 @@ def _add_render(commands) -> argparse.ArgumentParser:
         epilog=(
             "examples:\n"
             '  render --model DIR --prompt "a cat" --out cat.mp4\n'
-            '  render --model DIR --prompt "a cat" --first-frame a.png --guide b.png@60 --guide s.wav@2.5s --out c.mp4\n'
+            '  render --model DIR --prompt "a cat" --first-frame a.png --guide b.png@60 --guide s.wav@2s --out c.mp4\n'
             '  render --model DIR --prompt "a dog" --source c.mp4 --mask m.png --audio-mask keep --out d.mp4\n'
             "  render --model DIR --from d.mp4 --out again.mp4"
         ),

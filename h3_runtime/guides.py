@@ -57,7 +57,7 @@ class Placement:
 
     canvas: Canvas
     guides: tuple[Placed, ...]
-    source: Placed | None
+    source: Placed | PartialLatent | None
     masks: Masks | None
     state: PartialLatent | None
     notes: tuple[str, ...]
@@ -72,7 +72,7 @@ def place(request: RenderRequest) -> Placement:
     """Read the request's media, choose the canvas and cut everything to it. H3Error for what does not fit."""
     notes: list[str] = []
     state = None if request.state is None else load_latent(request.state.path)
-    source = None if request.source is None else _read(request.source)
+    source = None if request.source is None else _read_source(request.source)
     keyframes = [
         (m, _read_picture(m)) for m in (request.first_frame, request.last_frame) if m is not None
     ]  # the first in this list shapes the canvas and is stretched onto it, whichever frame it stands at
@@ -85,18 +85,24 @@ def place(request: RenderRequest) -> Placement:
         guides.append(Placed(medium.name, frame_index, frames, None, keyframe=True))
     middle = [_place_guide(guide, canvas, notes) for guide in request.guides]
     guides += sorted(middle, key=lambda placed: placed.frame_index)  # order of naming must not change the noise
-    placed_source = None if source is None else _place_source(request.source.name, source, canvas, notes)
+    placed_source = source
+    if isinstance(source, media.Clip):
+        placed_source = _place_source(request.source.name, source, canvas, notes)
     masks = _masks(request, canvas, notes)
     return Placement(canvas, tuple(guides), placed_source, masks, state, tuple(notes))
 
 
 def choose_canvas(
-    request: RenderRequest, keyframe: np.ndarray | None, source: media.Clip | None, state: PartialLatent | None
+    request: RenderRequest,
+    keyframe: np.ndarray | None,
+    source: media.Clip | PartialLatent | None,
+    state: PartialLatent | None,
 ) -> Canvas:
-    """Size: asked, else the saved state's, the source clip's or the first keyframe's ratio, else 16:9."""
+    """Size: that of a saved latent, else as asked, else the source clip's or the first keyframe's ratio, else 16:9."""
     size, ratio, frames = request.size, request.ratio, request.frames
-    if state is not None:
-        have = state.canvas
+    saved = state if state is not None else source if isinstance(source, PartialLatent) else None
+    if saved is not None:
+        have = saved.canvas
         if (size is not None and size != (have.width, have.height)) or (
             frames is not None and frames != have.num_frames
         ):
@@ -134,6 +140,18 @@ def _read(medium: Media) -> media.Clip:
     if kind == "audio":
         return media.Clip(frames=None, fps=float(FPS), audio=media.read_audio(medium.path), notes=())
     return media.read_clip(medium.path)
+
+
+def _read_source(medium: Media) -> media.Clip | PartialLatent:
+    """The clip to edit: pixels and sound, or a finished latent, which spares it the way through pixels."""
+    if medium.path is None or not str(medium.path).lower().endswith(".safetensors"):
+        return _read(medium)
+    saved = load_latent(medium.path)
+    if not saved.finished:
+        raise H3Error(
+            f"{medium.name} is a run that stopped part-way: continue it with --state, or give a finished clip"
+        )
+    return saved
 
 
 def _read_picture(medium: Media) -> np.ndarray:

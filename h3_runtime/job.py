@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import H3Error, NonFiniteError
-from .geometry import AUDIO_CHANNELS, Canvas, frame_groups
+from .geometry import AUDIO_CHANNELS, AUDIO_HOP, Canvas, audio_samples, frame_groups, is_number, is_whole
 from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, Schedule, plan_schedule
 
 VIDEO_CHANNELS = 24
@@ -32,6 +32,7 @@ AUDIO_LATENT_CHANNELS = 32
 MASK_LEVELS = 256
 MODALITY_VIDEO, MODALITY_TEXT, MODALITY_AUDIO = 0, 1, 2
 TASKS = ("t2va", "fl2va", "ref2va")
+SOLVERS = ("euler",)
 REFERENCE_KINDS = ("image", "video", "video_audio", "audio")
 
 
@@ -48,8 +49,11 @@ class TextCondition:
     source: str = ""
 
     def __post_init__(self):
-        if self.hidden.ndim != 2 or self.hidden.shape[0] < 1:
-            raise H3Error(f"the text condition has shape {list(self.hidden.shape)}: it must be [rows, text_dim]")
+        if self.hidden.ndim != 2 or self.hidden.shape[0] < 1 or not self.hidden.is_floating_point():
+            raise H3Error(
+                f"the text condition is {list(self.hidden.shape)} {self.hidden.dtype}: "
+                "it must be [rows, text_dim] of a floating type"
+            )
         if self.tags.shape != self.hidden.shape[:1] or self.tags.dtype != torch.int64:
             raise H3Error(f"text tags {list(self.tags.shape)} {self.tags.dtype}: one int64 tag per text row is needed")
         if not bool(((self.tags >= 0) & (self.tags <= MODALITY_AUDIO)).all()):
@@ -96,8 +100,10 @@ class Guide:
             check_video_latent(self.name, self.video)
         if self.audio is not None:
             check_audio_latent(self.name, self.audio)
-        if not 0 < self.strength <= 1:
-            raise H3Error(f"{self.name} has strength {self.strength}: give more than 0 and at most 1")
+        if not (is_number(self.strength) and 0 < self.strength <= 1):
+            raise H3Error(f"{self.name} has strength {self.strength!r}: give more than 0 and at most 1")
+        if not is_whole(self.frame_index):
+            raise H3Error(f"{self.name} stands at frame {self.frame_index!r}: give a whole number from 0 on")
 
     @property
     def video_shape(self) -> tuple[int, int, int] | None:
@@ -174,6 +180,9 @@ class Masks:
         audio = (AUDIO_CHANNELS, canvas.audio_t)
         if self.audio is not None and tuple(self.audio.shape) != audio:
             raise H3Error(f"the sound mask covers {list(self.audio.shape)} latents: the clip has {list(audio)}")
+        for name, mask in (("video mask", self.video), ("sound mask", self.audio)):
+            if mask is not None:
+                _check_levels(name, mask)
 
 
 def pool_pixels(mask: Tensor, latent_t: int) -> Tensor:
@@ -198,12 +207,19 @@ def pool_tokens(cells: Tensor) -> Tensor:
 
 
 def _round_up(mask: Tensor) -> Tensor:
+    mask = mask.float().cpu()  # labels are planned, and kept cells restored, on the CPU
+    _check_levels("mask", mask)
+    return torch.ceil(mask * MASK_LEVELS) / MASK_LEVELS
+
+
+def _check_levels(name: str, mask: Tensor) -> None:
+    if mask.dtype != torch.float32:
+        raise H3Error(f"the {name} is {mask.dtype}: masks are float32, 0 (keep) to 1 (regenerate)")
     if not bool(torch.isfinite(mask).all()):
-        raise NonFiniteError("a mask holds NaN or infinity: give values from 0 (keep) to 1 (regenerate)")
+        raise NonFiniteError(f"the {name} holds NaN or infinity: give values from 0 (keep) to 1 (regenerate)")
     if bool((mask < 0).any()) or bool((mask > 1).any()):
         low, high = mask.min().item(), mask.max().item()
-        raise H3Error(f"mask values run from {low:g} to {high:g}: give 0 (keep) to 1 (regenerate)")
-    return torch.ceil(mask.float() * MASK_LEVELS) / MASK_LEVELS
+        raise H3Error(f"the {name} runs from {low:g} to {high:g}: give 0 (keep) to 1 (regenerate)")
 
 
 @dataclass(frozen=True)
@@ -230,8 +246,10 @@ class RenderJob:
 
     def __post_init__(self):
         self.schedule  # noqa: B018  (checks the counts, strength and range)
-        if not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
+        if not (is_whole(self.seed) and 0 <= self.seed < 2**64):
             raise H3Error(f"seed is {self.seed!r}: give a whole number from 0 to 2^64 - 1")
+        if self.solver not in SOLVERS:
+            raise H3Error(f"solver {self.solver!r} is not built: choose one of {', '.join(SOLVERS)}")
         for guide in self.guides:
             self._check_guide(guide)
         if self.masks is not None:
@@ -281,6 +299,18 @@ class RenderJob:
                 f"{guide.name} was encoded for {w * 16}x{h * 16}: this render is {self.canvas.width}x"
                 f"{self.canvas.height}; encode the guide again at that size"
             )
+        held = 0 if guide.video is None else frame_groups(guide.video_shape[0])[-1].stop
+        if held > frames - guide.frame_index:
+            raise H3Error(
+                f"{guide.name} holds {held} frames from frame {guide.frame_index}: {frames - guide.frame_index} are "
+                "left in the clip; cut the guide or move it forward"
+            )
+        room = -(-(self.canvas.audio_samples - audio_samples(guide.frame_index)) // AUDIO_HOP)
+        if guide.audio_length > room:
+            raise H3Error(
+                f"{guide.name} holds {guide.audio_length} latents of sound from frame {guide.frame_index}: {room} are "
+                "left in the clip; cut its sound or move it forward"
+            )
 
     def fingerprint(self, *extra: str) -> str:
         """SHA-256 over all fields (tensors by content) and ``extra`` (checkpoint fingerprints, versions)."""
@@ -306,13 +336,15 @@ def _digest(digest, value) -> None:
         digest.update(f"[{len(value)}]".encode())
         for item in value:
             _digest(digest, item)
+    elif is_number(value):  # 1, 1.0 and numpy's 1 are one value
+        digest.update(f"{int(value) if value == int(value) else float(value)!r};".encode())
     else:
         digest.update(f"{value!r};".encode())
 
 
 def check_video_latent(name: str, latent: Tensor) -> None:
     """[1, 24, t, h, w] float32 finite, even h and w."""
-    if latent.ndim != 5 or latent.shape[0] != 1 or latent.shape[1] != VIDEO_CHANNELS:
+    if latent.ndim != 5 or latent.shape[:2] != (1, VIDEO_CHANNELS) or min(latent.shape[2:]) < 1:
         hint = " (32 channels is a sound latent)" if latent.ndim > 1 and latent.shape[1] == 32 else ""
         raise H3Error(f"{name} has shape {list(latent.shape)}: a video latent is [1, 24, t, h, w]{hint}")
     if latent.shape[3] % 2 or latent.shape[4] % 2:

@@ -22,8 +22,9 @@ from .checkpoint.reader import fingerprint
 from .errors import H3Error
 from .fidelity import Fidelity, compose
 from .geometry import FPS, TRAINED_FRAMES, Canvas
-from .guides import Placement, encode_guide, encode_source, place
+from .guides import Placed, Placement, encode_guide, encode_source, place
 from .job import AVLatent, RenderJob
+from .latents import PartialLatent
 from .models.precision import exact_float32
 from .request import RenderRequest
 from .sampler import SampleResult, sample
@@ -186,7 +187,9 @@ def check_request(request: RenderRequest, placement: Placement, models: Models, 
     if placement.state is not None:
         done = placement.state.info.get("stop")
         if placement.state.finished:
-            raise H3Error("the saved latent is a finished clip: decode it, or give it as a source")
+            raise H3Error(
+                "the saved latent is a finished clip, not a state to go on from: give it as --source to edit it"
+            )
         if request.start != done:
             raise H3Error(f"the saved state stopped after forward {done}: continue it with --start {done}")
     models.check(task)
@@ -198,10 +201,12 @@ def encode(request: RenderRequest, placement: Placement, models: Models) -> Rend
     text = models.text_encoder().encode(request.prompt, placement.pictures)
     models.done("text_encoder")
     guides, source = [], None
-    if placement.guides or placement.source is not None:
+    if isinstance(placement.source, PartialLatent):
+        source = placement.source.latent
+    if placement.guides or isinstance(placement.source, Placed):
         video_vae, audio_vae = models.video_vae(), models.audio_vae()
         guides = [encode_guide(placed, video_vae, audio_vae) for placed in placement.guides]
-        if placement.source is not None:
+        if isinstance(placement.source, Placed):
             source = encode_source(placement.source, video_vae, audio_vae)
         del video_vae, audio_vae
     models.done("video_vae", "audio_vae")

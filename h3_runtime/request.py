@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .errors import H3Error
 from .geometry import AUDIO_CHANNELS, AUDIO_LATENT_RATE, FPS
-from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT
+from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, check_seed
 
 WORD_MASKS = ("keep", "all")
 
@@ -209,6 +209,7 @@ class RenderRequest:
         for name, mask in (("mask", self.mask), ("sound mask", self.sound_mask)):
             if isinstance(mask, str) and mask not in WORD_MASKS:
                 raise H3Error(f"{name} {mask!r}: give a file, keep or all")
+        check_seed(self.seed)
         if self.recipe != "reference":
             raise H3Error(f"recipe {self.recipe!r}: only 'reference' is built")
         if self.dtype not in (None, "float32"):

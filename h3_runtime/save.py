@@ -3,7 +3,7 @@
     RenderResult ─decode─▶ clip.mp4 (manifest in its metadata) ─▶ clip.json (manifest) ─▶ clip.report.json (measured)
     stopped early ───────▶ clip.latent.safetensors (state and source, to go on from)
 
-The latent is written first and removed last, so that a failed decode costs no finished sampling.
+The latent is written first and removed last: a failed decode costs no finished sampling, and says where it stands.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ def save_clip(
     video = None
     if result.finished:
         began = time.perf_counter()
-        video = _write_video(result, models, out, dump(manifest) if metadata else None, progress, notes)
+        try:
+            video = _write_video(result, models, out, dump(manifest) if metadata else None, progress, notes)
+        except H3Error as error:
+            raise type(error)(f"{error}; the finished latent is kept in {latent}") from error
         result.seconds["decode"] = time.perf_counter() - began
         if not keep_latent:
             latent.unlink()
@@ -102,7 +105,7 @@ def _write_video(
         decode_video(models.video_vae(), result.latent, writer, lambda done, total: report("decode", done, total))
     models.done("video_vae")
     notes += writer.notes
-    return out
+    return writer.path
 
 
 def make_report(result: RenderResult, notes: list[str]) -> dict:

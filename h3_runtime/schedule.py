@@ -10,13 +10,13 @@ reference (diffusers ``MiniMaxH3Scheduler``); timesteps are t = 1 - sigma, 1 = c
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .errors import H3Error
+from .geometry import is_number, is_whole
 
 VIDEO_SHIFT = 12.0
 AUDIO_SHIFT = 3.0
@@ -113,19 +113,22 @@ def plan_schedule(
     Raises H3Error for a count, strength, range or shift that cannot be used.
     """
     check_forwards(num_forwards)
-    if not (isinstance(denoise, (int, float)) and 0 < denoise <= 1):
-        raise H3Error(f"denoise is {denoise}: give more than 0 and at most 1 (1 = from pure noise)")
+    if not (is_number(denoise) and 0 < denoise <= 1):
+        raise H3Error(f"denoise is {denoise!r}: give more than 0 and at most 1 (1 = from pure noise)")
     stop = num_forwards if stop is None else stop
     for name, shift in (("video shift", video_shift), ("audio shift", audio_shift)):
-        if not (math.isfinite(shift) and 0 < shift <= 1000):
-            raise H3Error(f"{name} is {shift}: give more than 0 and at most 1000 (the model was trained at 12 and 3)")
-    if not (0 <= start < stop <= num_forwards):
+        if not (is_number(shift) and 0 < shift <= 1000):
+            raise H3Error(f"{name} is {shift!r}: give more than 0 and at most 1000 (the model was trained at 12 and 3)")
+    if not (is_whole(start) and is_whole(stop) and 0 <= start < stop <= num_forwards):
         raise H3Error(
-            f"start {start} and stop {stop} do not fit {num_forwards} forwards: 0 <= start < stop <= {num_forwards}"
+            f"start {start!r} and stop {stop!r} do not fit {num_forwards} forwards: 0 <= start < stop <= {num_forwards}"
+        )
+    longest = MAX_FORWARDS * 10
+    if num_forwards > longest * denoise:  # before dividing: a denoise near 0 would overflow
+        raise H3Error(
+            f"denoise {denoise} with {num_forwards} forwards needs a grid of more than {longest}: raise denoise"
         )
     total = round(num_forwards / denoise)
-    if total > MAX_FORWARDS * 10:
-        raise H3Error(f"denoise {denoise} with {num_forwards} forwards needs a grid of {total}: raise denoise")
     grids = []
     for shift in (video_shift, audio_shift):
         grid = sigma_grid(total + 1, shift).tolist()
@@ -136,6 +139,5 @@ def plan_schedule(
 
 
 def check_forwards(num_forwards: int) -> None:
-    whole = isinstance(num_forwards, int) and not isinstance(num_forwards, bool)
-    if not (whole and 1 <= num_forwards <= MAX_FORWARDS):
+    if not (is_whole(num_forwards) and 1 <= num_forwards <= MAX_FORWARDS):
         raise H3Error(f"steps (forwards) is {num_forwards!r}: give a whole number from 1 to {MAX_FORWARDS}")
