@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .errors import H3Error, NonFiniteError
 from .geometry import AUDIO_CHANNELS, AUDIO_HOP, Canvas, audio_samples, frame_groups, is_number, is_whole
-from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, Schedule, plan_schedule
+from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, Schedule, check_seed, plan_schedule
 
 VIDEO_CHANNELS = 24
 AUDIO_LATENT_CHANNELS = 32
@@ -246,8 +246,7 @@ class RenderJob:
 
     def __post_init__(self):
         self.schedule  # noqa: B018  (checks the counts, strength and range)
-        if not (is_whole(self.seed) and 0 <= self.seed < 2**64):
-            raise H3Error(f"seed is {self.seed!r}: give a whole number from 0 to 2^64 - 1")
+        check_seed(self.seed)
         if self.solver not in SOLVERS:
             raise H3Error(f"solver {self.solver!r} is not built: choose one of {', '.join(SOLVERS)}")
         for guide in self.guides:

@@ -141,3 +141,8 @@ def plan_schedule(
 def check_forwards(num_forwards: int) -> None:
     if not (is_whole(num_forwards) and 1 <= num_forwards <= MAX_FORWARDS):
         raise H3Error(f"steps (forwards) is {num_forwards!r}: give a whole number from 1 to {MAX_FORWARDS}")
+
+
+def check_seed(seed: int) -> None:
+    if not (is_whole(seed) and 0 <= seed < 2**64):
+        raise H3Error(f"seed is {seed!r}: give a whole number from 0 to 2^64 - 1")
