@@ -1,0 +1,258 @@
+"""A label is a test: every registered path is proven on a small model, LOSSLESS bit for bit, the others by differing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from h3_runtime.checkpoint.load import load_audio_vae, load_dit, load_video_vae
+from h3_runtime.demo.maker import make_model
+from h3_runtime.fidelity import REGISTRY, Label, compose, register, use
+from h3_runtime.geometry import Canvas
+from h3_runtime.guides import place
+from h3_runtime.job import AVLatent, Guide, Masks, RenderJob, TextCondition
+from h3_runtime.models import attention, dit
+from h3_runtime.render import Models, beyond_the_reference, label
+from h3_runtime.request import Media, RenderRequest
+from h3_runtime.sampler import sample
+from h3_runtime.text.encoder import TextEncoder
+
+CANVAS = Canvas.fit(22, (96, 64))
+
+
+class Model:
+    """The parts of the small model, in float32 as the demo computes them, and its stored bf16 DiT."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.dit, _ = load_dit(folder / "dit.safetensors", torch.float32)
+        self.stored, _ = load_dit(folder / "dit.safetensors")
+        self.video_vae, _ = load_video_vae(folder / "video_vae.safetensors")
+        self.audio_vae, _ = load_audio_vae(folder / "audio_vae.safetensors")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Model:
+    return Model(make_model(tmp_path_factory.mktemp("model")))
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def job(**changes) -> RenderJob:
+    text = TextCondition(noise(9, 64), torch.ones(9, dtype=torch.int64))
+    return replace(RenderJob(CANVAS, text, num_forwards=3), **changes)
+
+
+def clip() -> AVLatent:
+    return AVLatent(noise(1, 24, 7, 4, 6, seed=3), noise(1, 32, 2, 37, seed=4))
+
+
+def masked() -> RenderJob:
+    levels = (torch.arange(7 * 4 * 6).view(7, 4, 6) % 7) / 6
+    return job(source=clip(), masks=Masks.make(levels, None))
+
+
+def same(a: AVLatent, b: AVLatent) -> bool:
+    return torch.equal(a.video, b.video) and torch.equal(a.audio, b.audio)
+
+
+def latent(model: torch.nn.Module, asked: RenderJob) -> AVLatent:
+    return sample(model, asked).latent
+
+
+def twice(name: str, asked: RenderJob):
+    """The baseline itself: the same job gives the same bits."""
+
+    def proof(model, monkeypatch):
+        part = getattr(model, name)
+        return same(latent(part, asked), latent(part, asked))
+
+    return proof
+
+
+def chunk_baseline(model, monkeypatch):
+    """Canonical chunks are fixed numbers, and the bits are those of the same numbers."""
+    first = latent(model.dit, job())
+    assert (attention.HEAD_GROUP, attention.ROW_CHUNK, dit.TABLE_BATCH) == (8, 2048, 64)
+    return same(first, latent(model.dit, job()))
+
+
+def refined_once(model, monkeypatch):
+    """Text rows refined anew in every forward give the same bits as rows refined once."""
+    text = job().text.hidden
+    once = model.dit.refine_text(text)
+    return all(torch.equal(once, model.dit.refine_text(text)) for _ in range(3))
+
+
+def tables_by_forward(model, monkeypatch):
+    before = latent(model.dit, masked())
+    monkeypatch.setattr("h3_runtime.steps.MAX_TABLE_PAIRS", 0)
+    result = sample(model.dit, masked())
+    assert not result.tables_before_loop
+    return same(before, result.latent)
+
+
+def resumed(model, monkeypatch):
+    whole = latent(model.dit, job())
+    state = latent(model.dit, job(stop=2))
+    return same(whole, latent(model.dit, job(start=2, state=state)))
+
+
+def chunk_stream(model, monkeypatch):
+    video = noise(1, 24, 12, 4, 6)
+    return torch.equal(torch.cat(list(model.video_vae.decode_chunks(video)), 2), model.video_vae.decode(video))
+
+
+def layer_major(model, monkeypatch):
+    video, blocks = noise(1, 24, 7, 20, 18), model.video_vae.decoder.transformer_blocks
+    return torch.equal(model.video_vae.decode(video), model.video_vae.decode(video, layers=lambda: iter(blocks)))
+
+
+def sound_twice(model, monkeypatch):
+    sound = noise(1, 32, 2, 9)
+    return torch.equal(model.audio_vae.decode(sound), model.audio_vae.decode(sound))
+
+
+def condition_recipe(model, monkeypatch):
+    pixels = (noise(1, 64, 96, 3).abs() * 80).clamp(0, 255).to(torch.uint8)
+    first, second = model.video_vae.encode_condition(pixels), model.video_vae.encode_condition(pixels)
+    assert not torch.equal(first, model.video_vae.encode_mean(pixels))
+    return torch.equal(first, second)
+
+
+def encoder_twice(dtype):
+    def proof(model, monkeypatch):
+        encoder = TextEncoder.load(model.folder / "text_encoder.safetensors", model.folder, dtype=dtype)
+        return torch.equal(encoder.encode("a red ball").hidden, encoder.encode("a red ball").hidden)
+
+    return proof
+
+
+def differs(**changes):
+    def proof(model, monkeypatch):
+        return not same(latent(model.dit, job()), latent(model.dit, job(**changes)))
+
+    return proof
+
+
+def half_file(name: str, loader: str, run):
+    """A part whose file was rounded to half precision gives another result, and its info says so."""
+
+    def proof(model, monkeypatch):
+        from safetensors.torch import load_file, save_file
+
+        import h3_runtime.checkpoint.load as load
+
+        whole = model.folder / f"{name}.safetensors"
+        half = model.folder / f"half_{name}.safetensors"
+        tensors = {k: v if k.endswith("inv_freq") else v.half() for k, v in load_file(whole).items()}
+        metadata = load.open_checkpoint(whole).source.metadata
+        save_file(tensors, half, metadata=metadata)
+        exact, _ = getattr(load, loader)(whole)
+        rounded, info = getattr(load, loader)(half)
+        half.unlink()
+        assert info.approximate
+        return not torch.equal(run(exact.float()), run(rounded.float()))
+
+    return proof
+
+
+def other_tile(model, monkeypatch):
+    video = noise(1, 24, 7, 20, 18)
+    return not torch.equal(model.video_vae.decode(video), model.video_vae.decode(video, tile=192))
+
+
+PROOFS = {
+    "dit/stored": twice("stored", job()),
+    "dit/float32": twice("dit", job()),
+    "dit/file-approximate": half_file("dit", "load_dit", lambda m: latent(m, job()).video),
+    "attention/sdpa": twice("dit", job()),
+    "chunks/canonical": chunk_baseline,
+    "refiner/once": refined_once,
+    "modulation/tables": twice("dit", masked()),
+    "modulation/by-forward": tables_by_forward,
+    "solver/euler": twice("dit", masked()),
+    "schedule/reference": twice("dit", job(num_forwards=49)),
+    "schedule/steps": differs(num_forwards=4),
+    "schedule/shifts": differs(video_shift=6.0),
+    "recipe/reference": condition_recipe,
+    "encoder/stored": encoder_twice(None),
+    "encoder/float32": encoder_twice(torch.float32),
+    "video-vae/float32": chunk_stream,
+    "video-vae/file-approximate": half_file("video_vae", "load_video_vae", lambda m: m.decode(noise(1, 24, 2, 4, 6))),
+    "video-vae/layer-major": layer_major,
+    "video-vae/chunk-stream": chunk_stream,
+    "video-vae/other-tile": other_tile,
+    "audio-vae/float32": sound_twice,
+    "audio-vae/file-approximate": half_file("audio_vae", "load_audio_vae", lambda m: m.decode(noise(1, 32, 2, 5))),
+    "resume/state": resumed,
+}
+
+
+def test_every_path_has_its_proof():
+    assert set(PROOFS) == set(REGISTRY)
+
+
+@pytest.mark.parametrize("name", PROOFS)
+def test_the_label_holds(name, model, monkeypatch):
+    assert PROOFS[name](model, monkeypatch)
+
+
+def test_the_weakest_part_names_the_render():
+    assert compose(["dit/stored", "solver/euler"]).label is Label.LOSSLESS
+    fidelity = compose(["dit/stored", "schedule/steps"], ["masks"], "fp32 compute")
+    assert fidelity.title == "APPROXIMATE (fp32 compute) + BEYOND THE REFERENCE: masks"
+    assert [part["name"] for part in fidelity.to_dict()["parts"]] == ["dit/stored", "schedule/steps"]
+
+
+def test_a_path_without_an_entry_cannot_be_used(monkeypatch):
+    with pytest.raises(KeyError):
+        use("attention/none")
+    monkeypatch.setattr("h3_runtime.fidelity.REGISTRY", {})
+    register("gpu/only", Label.LOSSLESS, "a kernel", lambda: "no GPU")
+    assert "UNPROVEN HERE: gpu/only" in compose(["gpu/only"]).title
+
+
+def test_a_render_at_the_release_settings_is_lossless():
+    canvas = Canvas.fit(124, (1344, 768))
+    text = TextCondition(noise(9, 64), torch.ones(9, dtype=torch.int64))
+    plain = RenderJob(canvas, text)
+
+    class Sampled:
+        tables_before_loop = True
+
+    assert label(plain, Sampled(), Models(None)).title == "LOSSLESS"
+    assert label(replace(plain, num_forwards=20), Sampled(), Models(None)).label is Label.APPROXIMATE
+
+
+def test_what_is_beyond_the_reference_is_listed():
+    canvas = Canvas.fit(124, (1344, 768))
+    text = TextCondition(noise(9, 64), torch.ones(9, dtype=torch.int64))
+    picture = noise(1, 24, 1, 48, 84)
+    plain = RenderJob(canvas, text)
+    assert beyond_the_reference(plain) == []
+    assert beyond_the_reference(replace(plain, guides=(Guide(0, picture, keyframe=True),))) == []
+    middle = replace(plain, guides=(Guide(60, picture, strength=0.5),))
+    assert beyond_the_reference(middle) == ["guides in the middle", "guide strength"]
+    assert beyond_the_reference(replace(plain, stop=3)) == ["start and stop"]
+    long = replace(plain, canvas=Canvas.fit(379, (1344, 768)))
+    assert beyond_the_reference(long) == ["379 frames (15.8 s; trained 124 to 362)"]
+    assert beyond_the_reference(replace(plain, canvas=Canvas.fit(124, (640, 640)))) == ["size 640x640"]
+    for ratio in ((21, 9), (16, 9), (4, 3), (1, 1), (3, 4), (9, 16)):
+        assert beyond_the_reference(replace(plain, canvas=Canvas.fit(124, ratio=ratio))) == []
+
+
+def test_the_first_keyframe_shapes_the_canvas_and_is_stretched():
+    tall = Media(frames=torch.zeros(1, 120, 80, 3, dtype=torch.uint8).numpy(), name="tall")
+    wide = Media(frames=torch.zeros(1, 80, 120, 3, dtype=torch.uint8).numpy(), name="wide")
+    placed = place(RenderRequest("x", first_frame=tall, last_frame=wide))
+    assert (placed.canvas.width, placed.canvas.height) == (768, 1152) or placed.canvas.height > placed.canvas.width
+    assert not any("tall" in note for note in placed.notes)
+    assert any(note.startswith("wide (120x80) was cropped") for note in placed.notes)
+    assert [g.frame_index for g in placed.guides] == [0, 123]
+    alone = place(RenderRequest("x", last_frame=wide, size=(96, 96)))
+    assert any("wide (120x80) was stretched 50.0 % taller" in note for note in alone.notes)
