@@ -223,6 +223,14 @@ def test_sizes_that_are_not_the_file_s_are_seen(tmp_path):
     assert [output.name for output in result.outputs if not output.passed] == ["config.ffn"]
 
 
+def test_a_weight_file_alone_is_still_compared(tmp_path):
+    folder = copied(tmp_path, "dit/weights:b_dit_diffusers")
+    kept = [case for case in INDEX["cases"] if case["id"] == "dit/weights:b_dit_diffusers"]
+    write_index(folder, {"cases": kept})
+    result = verify_folder(folder)[0]
+    assert result.passed and {"config.hidden", "blocks.1.attn.qkv_proj.weight"} <= {o.name for o in result.outputs}
+
+
 def test_a_missing_file_is_an_error_that_names_it(tmp_path):
     folder = copied(tmp_path, "schedule/step", "layout/t2va")
     (folder / "a_layouts.safetensors").unlink()

@@ -457,20 +457,20 @@ def run_audio_decode(golden: Golden, case: Case, given: Tensors) -> Iterator[Val
 
 def run_weights(golden: Golden, case: Case, given: Tensors) -> Iterator[Value]:
     """A weight file, loaded strictly: the sizes that the index states, and tensor by tensor the ComfyUI file beside it
-    (that file itself: its stored tensors)."""
+    (that file itself: its stored tensors; with none beside it: its own tensors under our names)."""
     model, info = golden.model(case["file"])
     for name, size in stated_sizes(case).items():
         yield Value(f"config.{name}", torch.tensor(getattr(model.config, name)), "", torch.tensor(size), EXACT)
-    twin, got = golden.comfyui_twin(case), model.state_dict()
+    twin, got, file = golden.comfyui_twin(case), model.state_dict(), golden.file(case["file"])
     if twin is None:
-        return
-    file = golden.file(case["file"])
-    if layout_word(case) == COMFYUI_WORD:
+        wanted = golden.canonical(case["file"])
+    elif layout_word(case) == COMFYUI_WORD:
         wanted = {name: file.read(name) for name in file.shapes}
     else:
         wanted = golden.model(twin["file"])[0].state_dict()
-    if got.keys() != wanted.keys():
-        raise H3Error(f"{case['file']} has other tensors than wanted: {listed(sorted(got.keys() ^ wanted.keys()))}")
+    odd = set(wanted) ^ set(got) if twin else set(wanted) - set(got)
+    if odd:
+        raise H3Error(f"{case['file']} has other tensors than wanted: {listed(sorted(odd))}")
     bound = next(f.tolerance for f in FORMATS if (f.part, f.name) == (info.part, info.format))
     for name, tensor in wanted.items():
         if name in UNUSED_TENSORS and name not in file.shapes:

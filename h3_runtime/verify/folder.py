@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.load import CheckpointInfo, load_audio_vae, load_dit, load_video_vae
+from ..checkpoint.load import CheckpointInfo, canonical_tensors, load_audio_vae, load_dit, load_video_vae
 from ..checkpoint.reader import SafetensorsFile, listed
 from ..errors import H3Error
 
@@ -79,17 +79,25 @@ class Golden:
     def model(self, name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, CheckpointInfo]:
         """The model of the weight file ``name``, loaded strictly; a DiT also in bfloat16 with its float32 islands."""
         if (name, dtype) not in self._models:
-            case = next(case for case in self.cases if is_weights(case) and case["file"] == name)
-            path, config = self.file(name).path, case["config"]
-            if case["group"] == "vae":
-                loaded = load_video_vae(path, config=config)
-            elif case["group"] == "audio_vae":
-                loaded = load_audio_vae(path, config=config)
+            group, place = self._weights(name)
+            if group == "vae":
+                self._models[name, dtype] = load_video_vae(**place)
+            elif group == "audio_vae":
+                self._models[name, dtype] = load_audio_vae(**place)
             else:
-                layout = "official" if layout_word(case) in OFFICIAL_WORDS else None
-                loaded = load_dit(path, dtype, layout=layout, config=config)
-            self._models[name, dtype] = loaded
+                self._models[name, dtype] = load_dit(**place, dtype=dtype)
         return self._models[name, dtype]
+
+    def canonical(self, name: str) -> dict[str, Tensor]:
+        """The tensors of the weight file ``name`` under our names, as stored."""
+        return canonical_tensors(**self._weights(name)[1])
+
+    def _weights(self, name: str) -> tuple[str, dict[str, Any]]:
+        """The group of a weight file, and what loading it takes: path, layout, settings that no shape tells."""
+        case = next(case for case in self.cases if is_weights(case) and case["file"] == name)
+        interleaved = case["group"] == "dit" and layout_word(case) in OFFICIAL_WORDS
+        layout = "official" if interleaved else None
+        return case["group"], {"path": self.file(name).path, "layout": layout, "config": case["config"]}
 
     def vae(self, group: str) -> nn.Module:
         """The VAE of ``group``: the ComfyUI file where there is one (weight cases prove that the others equal it)."""
