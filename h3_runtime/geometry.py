@@ -11,6 +11,7 @@ package's documentation; the canvas rules are its ``short edge 768, area <= 768 
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 
 from .errors import H3Error
@@ -37,13 +38,23 @@ MAX_AREA = 768 * 1344
 RATIO_LIMITS = (1 / 4, 4)
 
 
+def is_whole(value: object) -> bool:
+    """Whether ``value`` counts something: an integer, numpy's included, and not a bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` measures something: a real number, numpy's included, neither a bool nor NaN nor infinite."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def snap_frames(frames: int) -> int:
     """The smallest N = 17k + 5 that is >= ``frames`` (at least 5). Below 1 frame: H3Error."""
-    if isinstance(frames, bool) or int(frames) != frames:
+    if not is_whole(frames):
         raise H3Error(f"frames is {frames!r}: give a whole number of at least 1")
     if frames < 1:
         raise H3Error(f"frames is {frames}: give at least 1 (it is raised to the next 17k + 5; the shortest clip is 5)")
-    return max(0, math.ceil((frames - MIN_FRAMES) / CLIP_FRAMES)) * CLIP_FRAMES + MIN_FRAMES
+    return max(0, -(-(int(frames) - MIN_FRAMES) // CLIP_FRAMES)) * CLIP_FRAMES + MIN_FRAMES
 
 
 def floor_frames(frames: int) -> int:
@@ -151,7 +162,7 @@ class Canvas:
         if num_frames != frames:
             notes.append(f"frames raised from {frames} to {num_frames} (clips are 17k + 5 frames long)")
         if size is not None:
-            width, height = (_checked_edge(name, edge) for name, edge in zip(("width", "height"), size))
+            width, height = _checked_size(size)
             if ratio is not None or megapixels is not None:
                 raise H3Error(f"size {width}x{height} was given together with a ratio or megapixels: give one of them")
         else:
@@ -164,8 +175,14 @@ class Canvas:
         return Canvas(width, height, num_frames, tuple(notes))
 
 
+def _checked_size(size: tuple[int, int]) -> tuple[int, int]:
+    if not isinstance(size, (tuple, list)) or len(size) != 2:
+        raise H3Error(f"size is {size!r}: give width and height in pixels, e.g. (1344, 768)")
+    return _checked_edge("width", size[0]), _checked_edge("height", size[1])
+
+
 def _checked_edge(name: str, edge: int) -> int:
-    if isinstance(edge, bool) or int(edge) != edge or edge < PIXELS_PER_TOKEN:
+    if not is_whole(edge) or edge < PIXELS_PER_TOKEN:
         raise H3Error(f"{name} is {edge!r}: give a multiple of {PIXELS_PER_TOKEN} of at least {PIXELS_PER_TOKEN}")
     if edge % PIXELS_PER_TOKEN:
         below = edge // PIXELS_PER_TOKEN * PIXELS_PER_TOKEN
@@ -178,10 +195,9 @@ def _checked_edge(name: str, edge: int) -> int:
 
 def ratio_value(ratio: float | tuple[int, int]) -> float:
     """A ratio as width / height, checked against 1:4..4:1."""
-    try:
-        value = ratio[0] / ratio[1] if isinstance(ratio, tuple) else float(ratio)
-    except ZeroDivisionError:
-        value = math.nan
+    sides = ratio if isinstance(ratio, (tuple, list)) else (ratio, 1)
+    usable = len(sides) == 2 and all(is_number(side) and side > 0 for side in sides)
+    value = sides[0] / sides[1] if usable else math.nan
     low, high = RATIO_LIMITS
     if not low <= value <= high:
         raise H3Error(f"ratio {ratio} is outside 1:4..4:1: choose one inside, or give an explicit size")
@@ -191,8 +207,8 @@ def ratio_value(ratio: float | tuple[int, int]) -> float:
 def _fit_ratio(ratio: float | tuple[int, int], megapixels: float | None) -> tuple[int, int]:
     value = ratio_value(ratio)
     if megapixels is not None:
-        if not (math.isfinite(megapixels) and 0.001 <= megapixels <= 64):
-            raise H3Error(f"megapixels is {megapixels}: give 0.001 to 64")
+        if not (is_number(megapixels) and 0.001 <= megapixels <= 64):
+            raise H3Error(f"megapixels is {megapixels!r}: give 0.001 to 64")
         width = math.sqrt(megapixels * 1e6 * value)
         height = width / value
     else:

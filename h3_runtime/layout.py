@@ -142,7 +142,7 @@ class PackedLayout:
             placed_references.append((reference, origin))
             origin += reference_span(reference)
         for index, guide in enumerate(guides):
-            at = origin + guide_offset(guide.frame_index, target[0])
+            at = guide_time(origin, guide.frame_index, target[0])
             if guide.video is not None:
                 held = guide.strength * CONDITION_TIMESTEP if guide.strength < 1 else None
                 rows.add_video("guide_video", index, guide.video, frame_times(guide.video[0], at), held)
@@ -202,15 +202,15 @@ def frame_times(latent_t: int, origin: float) -> Tensor:
     return origin + torch.cat([torch.zeros(1, dtype=torch.float64), spans[:-1].cumsum(0)])
 
 
-def guide_offset(frame_index: int, latent_t: int) -> float:
-    """Rotary time of pixel frame ``frame_index`` after the target's origin.
+def guide_time(origin: float, frame_index: int, latent_t: int) -> float:
+    """Rotary time of pixel frame ``frame_index`` of a target that starts at ``origin``.
 
-    The last frame is summed by numpy over the latent spans, as the reference does: the pairwise order gives other
-    last bits than 5/3 * frame.
+    The last frame is summed by numpy over the latent spans, as the reference does: the pairwise order, and adding
+    the origin before the last span is taken off, give other last bits than origin + 5/3 * frame.
     """
     if latent_t >= 2 and frame_index == pixel_frames(latent_t) - 1:
-        return float(np.array(latent_spans(latent_t), dtype=np.float64).sum()) - LATENT_SPAN
-    return LATENT_SPAN * frame_index
+        return origin + float(np.array(latent_spans(latent_t), dtype=np.float64).sum()) - LATENT_SPAN
+    return origin + LATENT_SPAN * frame_index
 
 
 def reference_span(reference: ConditionShape) -> float:
