@@ -1,0 +1,1 @@
+"""Where weights live while a render runs, and what a render will need."""
