@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .reader import TensorSource, listed
+from .text_layout import is_text_encoder
 
 PARTS = {"dit": "DiT", "video_vae": "video VAE", "audio_vae": "audio VAE"}
 LAYOUTS = {"official": "official", "diffusers": "diffusers", "comfyui": "ComfyUI"}
@@ -337,12 +338,6 @@ FORMATS: tuple[CheckpointFormat, ...] = (
         aliases=("official",),
     ),
 )
-
-
-def is_text_encoder(names) -> bool:
-    """Whether tensor names are those of the Qwen3-VL text encoder, in any of its layouts."""
-    roots = ("model.language_model.layers.0.", "language_model.layers.0.", "model.layers.0.")
-    return any(f"{root}self_attn.q_proj.weight" in names for root in roots)
 
 
 def dit_prefix(names) -> str:

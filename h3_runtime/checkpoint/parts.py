@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, H3Error
-from .formats import FORMATS, is_text_encoder
+from .formats import FORMATS
 from .opening import find_partition, header_of, refuse_unreadable
 from .reader import listed, open_source
+from .text_layout import is_text_encoder
 
 
 @dataclass(frozen=True)

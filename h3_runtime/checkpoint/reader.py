@@ -136,7 +136,7 @@ class SafetensorsFile:
         assert out.dtype == dtype and tuple(out.shape) == entry.shape, (out.dtype, out.shape, entry)
         assert out.is_contiguous() and out.device.type == "cpu"
         if entry.nbytes:
-            self._read_into(memoryview(out.view(-1).view(torch.uint8).numpy()), entry.start)
+            read_into(self.path, self.size, memoryview(out.view(-1).view(torch.uint8).numpy()), entry.start)
         return out
 
     def _entry(self, name: str) -> TensorEntry:
@@ -144,25 +144,6 @@ class SafetensorsFile:
             return self.header[name]
         except KeyError:
             raise CheckpointError(f"{self.path} has no tensor {name!r}.") from None
-
-    def _read_into(self, buffer: memoryview, start: int) -> None:
-        with open_binary(self.path) as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != self.size:
-                raise CheckpointError(
-                    f"{self.path} changed while it was being read: {self.size:,} bytes at first, {found:,} now. "
-                    "Wait until it is complete and load it again."
-                )
-            file.seek(start)
-            done = 0
-            while done < len(buffer):  # one call reads at most 2 GB on some systems
-                count = file.readinto(buffer[done:])
-                if not count:
-                    raise CheckpointError(
-                        f"{self.path}: {len(buffer):,} bytes expected at offset {start:,}, {done:,} could be read. "
-                        "Check the disk and download the file again."
-                    )
-                done += count
 
 
 class ShardedFolder:
@@ -301,12 +282,38 @@ def open_binary(path: Path):
         raise CheckpointError(f"{path} cannot be opened: {error.strerror or error}.") from None
 
 
-def _read_header(path: Path) -> tuple[int, dict[str, TensorEntry], dict[str, str]]:
-    """File size, tensor entries and ``__metadata__`` of a checked file."""
+def read_into(path: Path, size: int, buffer: memoryview, start: int) -> None:
+    """Fill ``buffer`` from byte ``start`` of a file that had ``size`` bytes when its header was checked."""
+    with open_binary(path) as file:
+        found = os.fstat(file.fileno()).st_size
+        if found != size:
+            raise CheckpointError(
+                f"{path} changed while it was being read: {size:,} bytes at first, {found:,} now. "
+                "Wait until it is complete and load it again."
+            )
+        file.seek(start)
+        done = 0
+        while done < len(buffer):  # one call reads at most 2 GB on some systems
+            count = file.readinto(buffer[done:])
+            if not count:
+                raise CheckpointError(
+                    f"{path}: {len(buffer):,} bytes expected at offset {start:,}, {done:,} could be read. "
+                    "Check the disk and download the file again."
+                )
+            done += count
+
+
+def refuse_unfinished(path: Path) -> None:
+    """CheckpointError for a file that a download is still writing."""
     if path.suffix.lower() in UNFINISHED_SUFFIXES:
         raise CheckpointError(f"{path} is an unfinished download ({path.suffix}); let it finish, then load the result.")
     if path.with_name(path.name + ".aria2").exists():
         raise CheckpointError(f"{path} is still being downloaded ({path.name}.aria2 stands beside it); let it finish.")
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, TensorEntry], dict[str, str]]:
+    """File size, tensor entries and ``__metadata__`` of a checked file."""
+    refuse_unfinished(path)
     with open_binary(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(4096)
@@ -340,7 +347,7 @@ def _what_it_is(start: bytes, size: int, length: int) -> str:
     if text.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the weights: run `git lfs pull`, or download the file itself."
     if start.startswith(b"GGUF"):
-        return "is a GGUF file, which this version does not read; use the .safetensors file."
+        return "is a GGUF file; a .safetensors file is needed here."
     if start.startswith(b"PK\x03\x04") or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05"):
         return "is a pickle (.pt, .pth, .ckpt, .bin), which can run code when opened and is refused; use .safetensors."
     if start[8:9] == b"{" and length <= MAX_HEADER_BYTES:

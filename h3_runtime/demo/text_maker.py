@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..checkpoint.text_layout import LAYOUTS
 from ..text.config import TextEncoderConfig
-from ..text.encoder import CONFIG_KEY, LAYOUTS, OWN_FILE, build_module
+from ..text.encoder import CONFIG_KEY, OWN_FILE, build_module
 from ..text.tokenizer import (
     IMAGE_PAD,
     VIDEO_PAD,

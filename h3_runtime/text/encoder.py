@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.reader import TensorSource, listed, open_source
+from ..checkpoint.text_layout import EMBEDDING, Layout, beyond_condition, count_layers, recognise_text
 from ..errors import CheckpointError, H3Error, MissingDependency, NonFiniteError
 from ..job import MODALITY_TEXT, TextCondition
 from .config import TextEncoderConfig, pick_layers
@@ -38,42 +39,7 @@ ROTARY_BUFFERS = ("inv_freq", "original_inv_freq")
 VISION_ROPE_THETA = 10_000.0
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How one kind of file names the language stack and the vision tower. Several share tensor names' beginnings, so
-    the kind is told by ``language`` + ``layers.``, never by cutting ``model.`` off blindly."""
-
-    name: str
-    language: str
-    vision: str
-    holds_other_parts: bool = False
-
-    def module_name(self, stored: str) -> str | None:
-        """The module's name for a stored tensor; None when it belongs to neither the language stack nor the tower."""
-        for prefix, own in ((self.language, "language_model."), (self.vision, "visual.")):
-            if stored.startswith(prefix):
-                return own + stored[len(prefix) :]
-        return None
-
-    def stored_name(self, name: str) -> str:
-        """The inverse of ``module_name``."""
-        own, prefix = ("visual.", self.vision) if name.startswith("visual.") else ("language_model.", self.language)
-        return prefix + name.removeprefix(own)
-
-
-LAYOUTS = (
-    Layout("official", "model.language_model.", "model.visual."),
-    Layout("transformers", "language_model.", "visual."),
-    Layout("ComfyUI", "model.", "visual."),
-    Layout(
-        "ComfyUI all-in-one",
-        "text_encoders.qwen3vl_32b.transformer.model.",
-        "text_encoders.qwen3vl_32b.transformer.visual.",
-        holds_other_parts=True,
-    ),
-)
 QUANTISED_PARTS = re.compile(r"(comfy_quant|scaled_fp8|weight_scale(_2)?|scale_weight|scale_input|pre_quant_scale)$")
-LAYER_NUMBER = re.compile(r"language_model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -120,19 +86,16 @@ def open_weights(path: str | Path, layers: int | None = None) -> EncoderWeights:
     if path.is_dir() and (path / OWN_FILE).is_file():
         path = path / OWN_FILE
     source = open_source(path)
-    names = tuple(source.shapes)
-    layout = _recognise(names, source)
-    if layout.holds_other_parts:
-        names = tuple(name for name in names if layout.module_name(name))
+    layout, stored = recognise_text(source)
+    names = stored.values()
     quantised = sorted(n for n in names if QUANTISED_PARTS.search(n) or source.dtypes[n] not in FLOAT_TYPES)
     if quantised:
         raise CheckpointError(
             f"{source.path} is a quantised text encoder ({layout.name} layout; {len(quantised)} tensors such as "
             f"{quantised[0]}); this version reads bf16, fp16 and fp32 encoders: take the bf16 file"
         )
-    stored = {layout.module_name(name) or name: name for name in names if not name.endswith("lm_head.weight")}
     config = _config_for(source, layout, stored, layers)
-    kept = {name: value for name, value in stored.items() if not _beyond_condition(name, config.layers)}
+    kept = {name: value for name, value in stored.items() if not beyond_condition(name, config.layers)}
     return EncoderWeights(source, layout, config, kept)
 
 
@@ -329,28 +292,6 @@ def _pads(item: Picture | Clip) -> tuple[int, int, int]:
     return (len(item.timestamps) if isinstance(item, Clip) else 1, *item.grid)
 
 
-def _recognise(names: Sequence[str], source: TensorSource) -> Layout:
-    found = [layout for layout in LAYOUTS if any(name.startswith(f"{layout.language}layers.") for name in names)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise CheckpointError(
-            f"{source.path} mixes text encoder layouts ({', '.join(layout.name for layout in found)}); "
-            "use one file of one kind"
-        )
-    known = ", ".join(f"{layout.name}: {layout.language}layers.*" for layout in LAYOUTS)
-    raise CheckpointError(
-        f"{source.path} is no Qwen3-VL text encoder: none of the known names is in it ({known}); it begins with "
-        f"{listed(sorted(names)[:3]) or 'nothing'}"
-    )
-
-
-def _beyond_condition(module_name: str, layers: int) -> bool:
-    """The last norm and the layers after the condition: whole encoders have them, and none is read."""
-    number = LAYER_NUMBER.match(module_name)
-    return module_name == "language_model.norm.weight" or (number is not None and int(number[1]) >= layers)
-
-
 def _config_for(source: TensorSource, layout: Layout, stored: dict[str, str], layers: int | None):
     if CONFIG_KEY in source.metadata:
         config = TextEncoderConfig.from_dict(_parsed(source.metadata[CONFIG_KEY], f"{source.path}: {CONFIG_KEY}"))
@@ -364,14 +305,13 @@ def _config_for(source: TensorSource, layout: Layout, stored: dict[str, str], la
             raise CheckpointError(f"{folder} has no config.json beside the weights; download the whole folder")
         return TextEncoderConfig.from_huggingface(_parsed(written.read_bytes(), str(written)), layers)
     published = TextEncoderConfig()
-    embedding = stored.get("language_model.embed_tokens.weight")
+    embedding = stored.get(EMBEDDING)
     if embedding and source.shapes[embedding] != (published.vocab, published.hidden):
         raise CheckpointError(
             f"{source.path} has word embeddings of {list(source.shapes[embedding])} and carries no config; "
             f"H3's encoder is Qwen3-VL-32B with [{published.vocab}, {published.hidden}]"
         )
-    numbers = [int(match[1]) for name in stored if (match := LAYER_NUMBER.match(name))]
-    return TextEncoderConfig(layers=pick_layers(max(numbers, default=-1) + 1, layers))
+    return TextEncoderConfig(layers=pick_layers(count_layers(stored), layers))
 
 
 def _parsed(text: str | bytes, where: str) -> dict:
