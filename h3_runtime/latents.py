@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from .checkpoint.reader import SafetensorsFile
 from .errors import CheckpointError, H3Error
@@ -38,10 +40,17 @@ class PartialLatent:
         return bool(self.info.get("finished"))
 
 
-def save_latent(path: str | Path, canvas: Canvas, latent: AVLatent, source: AVLatent | None = None, **info) -> Path:
-    """Write ``latent`` (and ``source``) atomically; ``info`` is JSON metadata. Returns the path."""
+def save_latent(
+    path: str | Path,
+    canvas: Canvas,
+    latent: AVLatent,
+    source: AVLatent | None = None,
+    extra: Mapping[str, Tensor] | None = None,
+    **info,
+) -> Path:
+    """Write ``latent`` (and ``source``) atomically; ``extra`` are further tensors, ``info`` is JSON metadata."""
     path = Path(path)
-    tensors = {"video": latent.video, "audio": latent.audio}
+    tensors = {"video": latent.video, "audio": latent.audio, **(extra or {})}
     if source is not None:
         tensors |= {"source_video": source.video, "source_audio": source.audio}
     info = {"width": canvas.width, "height": canvas.height, "num_frames": canvas.num_frames, **info}

@@ -26,6 +26,7 @@ from .layout import PackedLayout, audio_to_rows, patchify_video, rows_to_audio, 
 from .models.attention import dense_attention, rotary_table
 from .models.dit import DiT, ForwardContext
 from .models.precision import exact_float32
+from .recovery import RunRecovery
 from .schedule import CONDITION_TIMESTEP, euler_step, mix, start_point
 from .steps import StepPlan, Steps, on_device, plan_steps
 
@@ -49,7 +50,8 @@ class Noise(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleResult:
-    """``latent`` is clean when ``finished``, else the noisy state after the last forward."""
+    """``latent`` is clean when ``finished``, else the noisy state after the last forward. ``dit_calls`` counts the
+    forwards of this process; ``resumed_after`` says how many an earlier one had done."""
 
     latent: AVLatent
     finished: bool
@@ -57,6 +59,7 @@ class SampleResult:
     step_seconds: tuple[float, ...]
     num_rows: int
     tables_before_loop: bool
+    resumed_after: int | None = None
     stats: dict = field(default_factory=dict)
 
 
@@ -201,9 +204,11 @@ def sample(
     accelerators: Sequence[Accelerator] = (),
     progress: Callable[[int, int, float], None] | None = None,
     poll: Callable[[], None] | None = None,
+    recovery: RunRecovery | None = None,
 ) -> SampleResult:
     """Run the forwards of ``job``. ``progress(done, total, seconds)`` after each; ``poll()`` before each block (it may
-    raise to cancel). Raises NonFiniteError at the forward where a latent stops being finite."""
+    raise to cancel). With ``recovery``, the state is saved after each forward and a run found there goes on from its
+    last one, bit for bit. Raises NonFiniteError at the forward where a latent stops being finite."""
     if job.text.hidden.shape[1] != dit.config.text_dim:
         raise H3Error(
             f"the text condition is {job.text.hidden.shape[1]} wide and the DiT reads {dit.config.text_dim}: "
@@ -219,8 +224,10 @@ def sample(
     model = VelocityModel(
         dit, layout, steps, dit.refine_text(job.text.hidden), condition_rows(job, layout, noise), accelerators, poll
     )
+    resumed = _take_up(recovery, job, video, audio, accelerators)
+    forwards = [plan for plan in steps.forwards if plan.index >= resumed]
     seconds = []
-    for done, plan in enumerate(steps.forwards, start=1):
+    for done, plan in enumerate(forwards, start=1 + len(steps.forwards) - len(forwards)):
         began = time.perf_counter()
         step = on_device(plan, dit.device)
         velocity = model.velocity(Rows(video.feed(), audio.feed()), step)
@@ -228,11 +235,15 @@ def sample(
         audio.step(velocity.audio, step.audio_sigma, step.audio_sigma_next)
         _require_finite(video.rows, audio.rows, plan.index, job.num_forwards)
         seconds.append(time.perf_counter() - began)
+        if recovery is not None:
+            recovery.save(plan.index + 1, False, _latent(job, video.rows, audio.rows), accelerators)
         if progress is not None:
             progress(done, len(steps.forwards), seconds[-1])
     latent = _latent(job, video.rows, audio.rows)
     if schedule.reaches_zero:
         latent = restore_kept(job, latent)
+    if recovery is not None:
+        recovery.save(schedule.stop, schedule.reaches_zero, latent, accelerators)
     return SampleResult(
         latent=latent,
         finished=schedule.reaches_zero,
@@ -240,8 +251,28 @@ def sample(
         step_seconds=tuple(seconds),
         num_rows=layout.num_rows,
         tables_before_loop=steps.tables_before_loop,
+        resumed_after=resumed if resumed > schedule.start else None,
         stats={accelerator.name: accelerator.stats() for accelerator in accelerators},
     )
+
+
+def _take_up(
+    recovery: RunRecovery | None,
+    job: RenderJob,
+    video: _Stream,
+    audio: _Stream,
+    accelerators: Sequence[Accelerator],
+) -> int:
+    """Put a saved state into the streams and accelerators; returns the first forward that is still to run."""
+    start = job.schedule.start
+    state = None if recovery is None else recovery.load()
+    if state is None or not start < state.done <= job.schedule.stop:
+        return start
+    video.rows = patchify_video(state.latent.video).to(video.rows.device)
+    audio.rows = audio_to_rows(state.latent.audio).to(audio.rows.device)
+    for accelerator in accelerators:
+        accelerator.restore(state.accelerators.get(accelerator.name, {}))
+    return state.done
 
 
 def _streams(job: RenderJob, noise: Noise, device: torch.device) -> tuple[_Stream, _Stream]:

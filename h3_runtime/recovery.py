@@ -1,0 +1,152 @@
+"""A run's state on disk after every forward, so that a killed process goes on bit for bit.
+
+    forward k done ─▶ FOLDER/<fingerprint>.safetensors   (atomic rename over the state of forward k - 1)
+                        video, audio            both streams, float32
+                        accelerator/NAME/KEY    what each accelerator's state() gave
+                        metadata                forwards done, finished, size, fingerprint, label
+    same job again ─▶ found by its fingerprint ─▶ forwards k ..
+
+The fingerprint covers everything that decides the output, so a state can only ever be taken up by the run it belongs
+to. The folder is bounded: the oldest states leave when it grows past its limits, never the one just written. A
+finished latent stays until its clip is saved.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from .accelerators import Accelerator
+from .checkpoint.reader import SafetensorsFile
+from .errors import CheckpointError, H3Error
+from .geometry import Canvas
+from .job import AVLatent
+from .latents import PartialLatent, load_latent, save_latent
+
+MAX_STATES = 16
+MAX_BYTES = 8 << 30
+SUFFIX = ".h3-state.safetensors"
+PREFIX = "accelerator/"
+
+
+def default_folder() -> Path:
+    """Where states go when nobody says otherwise: the user's cache folder, or H3_RECOVERY."""
+    if os.environ.get("H3_RECOVERY"):
+        return Path(os.environ["H3_RECOVERY"])
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return base / "h3_runtime" / "recovery"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run after ``done`` forwards of its grid: both streams and what each accelerator holds."""
+
+    done: int
+    finished: bool
+    latent: AVLatent
+    accelerators: dict[str, dict[str, Tensor]]
+
+
+class RecoveryFolder:
+    """States of runs, one file each, bounded in count and bytes."""
+
+    def __init__(self, folder: str | Path | None = None, max_states: int = MAX_STATES, max_bytes: int = MAX_BYTES):
+        self.folder = default_folder() if folder is None else Path(folder)
+        self.max_states, self.max_bytes = max_states, max_bytes
+
+    def run(self, fingerprint: str, canvas: Canvas, **info) -> RunRecovery:
+        """The place of one run's states; ``info`` is kept with them for ``recover``."""
+        return RunRecovery(self, fingerprint, canvas, info)
+
+    def path(self, fingerprint: str) -> Path:
+        assert re.fullmatch(r"[0-9a-f]{16,64}", fingerprint), fingerprint
+        return self.folder / (fingerprint[:32] + SUFFIX)
+
+    def states(self) -> list[Path]:
+        """Files of all states, newest first."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(self.folder.glob("*" + SUFFIX), key=lambda path: path.stat().st_mtime, reverse=True)
+
+    def read(self) -> list[tuple[Path, PartialLatent]]:
+        """All states that can be read, newest first; a damaged file is skipped (it is an older run's)."""
+        found = []
+        for path in self.states():
+            try:
+                found.append((path, load_latent(path)))
+            except (CheckpointError, H3Error):
+                continue
+        return found
+
+    def trim(self, keep: Path) -> None:
+        """Let the oldest states go until the folder is within its limits; ``keep`` stays."""
+        total = keep.stat().st_size
+        for count, path in enumerate((p for p in self.states() if p != keep), start=2):
+            total += path.stat().st_size
+            if count > self.max_states or total > self.max_bytes:
+                path.unlink(missing_ok=True)
+
+
+class RunRecovery:
+    """One run's state file: saved after each forward, found again by the same job."""
+
+    def __init__(self, folder: RecoveryFolder, fingerprint: str, canvas: Canvas, info: dict):
+        self.folder, self.fingerprint, self.canvas, self.info = folder, fingerprint, canvas, info
+        self.path = folder.path(fingerprint)
+
+    def save(self, done: int, finished: bool, latent: AVLatent, accelerators: Sequence[Accelerator] = ()) -> None:
+        """Replace the run's state by this one, atomically. H3Error when the disk refuses."""
+        tensors = {
+            f"{PREFIX}{accelerator.name}/{key}": tensor
+            for accelerator in accelerators
+            for key, tensor in accelerator.state().items()
+        }
+        try:
+            self.folder.folder.mkdir(parents=True, exist_ok=True)
+            save_latent(
+                self.path,
+                self.canvas,
+                latent,
+                extra=tensors,
+                stop=done,
+                finished=finished,
+                fingerprint=self.fingerprint,
+                **self.info,
+            )
+            self.folder.trim(self.path)
+        except OSError as error:
+            raise H3Error(
+                f"the run's state could not be saved in {self.folder.folder} ({error.strerror or error}): free some "
+                "space, choose another folder, or switch recovery off"
+            ) from error
+
+    def load(self) -> RunState | None:
+        """The saved state of exactly this run, or None. A damaged file counts as none."""
+        if not self.path.is_file():
+            return None
+        try:
+            saved = load_latent(self.path)
+            file = SafetensorsFile(self.path)
+        except H3Error:
+            return None
+        if saved.info.get("fingerprint") != self.fingerprint:
+            return None
+        states: dict[str, dict[str, Tensor]] = {}
+        for name in file.shapes:
+            if name.startswith(PREFIX):
+                accelerator, _, key = name[len(PREFIX) :].partition("/")
+                states.setdefault(accelerator, {})[key] = file.read(name)
+        return RunState(saved.info["stop"], saved.finished, saved.latent, states)
+
+    def discard(self) -> None:
+        """The clip is saved: its state may go."""
+        self.path.unlink(missing_ok=True)

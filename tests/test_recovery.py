@@ -1,0 +1,158 @@
+"""A killed run goes on bit for bit; the folder stays bounded; a finished latent stays until its clip is saved."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from h3_runtime.accelerators import Accelerator
+from h3_runtime.errors import H3Error
+from h3_runtime.job import Masks
+from h3_runtime.recovery import RecoveryFolder, default_folder
+from h3_runtime.sampler import sample
+from .small_jobs import CANVAS, clip, job, picture, render, small_dit
+
+FINGERPRINT = "0123456789abcdef" * 4
+
+
+class Crash(Exception):
+    """What a kill is, in process."""
+
+
+class Memory(Accelerator):
+    """A stand-in with state: adds a share of the last velocity, so a lost state changes the result."""
+
+    name = "memory"
+
+    def __init__(self):
+        self.last = None
+
+    def wrap_velocity(self, call):
+        def velocity(rows, step):
+            made = call(rows, step)
+            if self.last is not None:
+                made = made._replace(video=made.video + 0.1 * self.last)
+            self.last = made.video.clone()
+            return made
+
+        return velocity
+
+    def state(self):
+        return {} if self.last is None else {"last": self.last}
+
+    def restore(self, state):
+        self.last = state.get("last")
+
+
+def kinds() -> dict:
+    levels = (torch.arange(7 * 4 * 6).view(7, 4, 6) % 5) / 4
+    return {
+        "plain": job(),
+        "masked": job(source=clip(), masks=Masks.make(levels, None)),
+        "denoise": job(source=clip(), denoise=0.5),
+        "stopped": job(stop=3),
+        "guided": job(guides=guides()),
+    }
+
+
+def guides():
+    from h3_runtime.job import Guide
+
+    return (Guide(0, picture(), keyframe=True), Guide(9, picture(seed=3), strength=0.5))
+
+
+def crash_after(done: int):
+    def progress(count, total, seconds):
+        if count == done:
+            raise Crash
+
+    return progress
+
+
+def same(a, b) -> bool:
+    return torch.equal(a.video, b.video) and torch.equal(a.audio, b.audio)
+
+
+@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_a_crash_after_any_forward_changes_nothing(kind, accelerated, tmp_path):
+    asked = kinds()[kind]
+    made = [Memory] if accelerated else []
+    whole = render(asked, *(make() for make in made))
+    total = asked.schedule.num_forwards
+    for done in range(1, total + 1):
+        run = RecoveryFolder(tmp_path).run(asked.fingerprint(str(done)), CANVAS)
+        with pytest.raises(Crash):
+            sample(small_dit(), asked, [make() for make in made], crash_after(done), recovery=run)
+        again = sample(small_dit(), asked, [make() for make in made], recovery=run)
+        assert same(again.latent, whole)
+        assert again.resumed_after == done and again.dit_calls == total - done
+        assert run.load().finished == asked.schedule.reaches_zero
+        finished = sample(small_dit(), asked, [make() for make in made], recovery=run)
+        assert same(finished.latent, whole) and finished.dit_calls == 0
+
+
+def test_a_crash_in_the_middle_of_a_save_leaves_the_state_before_it(tmp_path, monkeypatch):
+    run = RecoveryFolder(tmp_path).run(FINGERPRINT, CANVAS)
+    run.save(1, False, clip(seed=1))
+
+    def dies(*arguments):
+        raise Crash
+
+    monkeypatch.setattr(os, "replace", dies)
+    with pytest.raises(Crash):
+        run.save(2, False, clip(seed=2))
+    monkeypatch.undo()
+    state = run.load()
+    assert state.done == 1 and same(state.latent, clip(seed=1))
+    assert [path.name for path in tmp_path.iterdir()] == [run.path.name]
+
+
+def test_another_job_does_not_take_up_the_state(tmp_path):
+    folder = RecoveryFolder(tmp_path)
+    run = folder.run(FINGERPRINT, CANVAS)
+    run.save(2, False, clip())
+    assert folder.run("f" * 64, CANVAS).load() is None
+    other = folder.run(FINGERPRINT[:32] + "0" * 32, CANVAS)  # the same file name, another fingerprint
+    assert other.path == run.path and other.load() is None
+
+
+def test_a_damaged_state_counts_as_none(tmp_path):
+    run = RecoveryFolder(tmp_path).run(FINGERPRINT, CANVAS)
+    run.save(2, False, clip())
+    run.path.write_bytes(run.path.read_bytes()[:-20])
+    assert run.load() is None
+    asked = job()
+    assert same(sample(small_dit(), asked, recovery=run).latent, render(asked))
+    assert RecoveryFolder(tmp_path).read()[0][1].finished
+
+
+def test_the_folder_is_bounded_and_keeps_the_newest(tmp_path):
+    folder = RecoveryFolder(tmp_path, max_states=3)
+    runs = [folder.run(f"{index:x}" * 64, CANVAS, prompt=f"p{index}") for index in range(6)]
+    for index, run in enumerate(runs):
+        run.save(1, True, clip())
+        os.utime(run.path, (1000 + index, 1000 + index))
+    assert folder.states() == [run.path for run in runs[:2:-1]]
+    assert [latent.info["prompt"] for _, latent in folder.read()] == ["p5", "p4", "p3"]
+    size = runs[-1].path.stat().st_size
+    small = RecoveryFolder(tmp_path, max_bytes=2 * size)
+    small.run("a" * 64, CANVAS, prompt="last").save(1, True, clip())
+    assert len(small.states()) == 2
+    runs[-1].discard()
+    assert len(small.states()) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(H3Error, match="switch recovery off"):
+        RecoveryFolder(tmp_path / "file").run(FINGERPRINT, CANVAS).save(1, False, clip())
+
+
+def test_the_default_folder_is_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("H3_RECOVERY", str(tmp_path))
+    assert default_folder() == tmp_path
+    monkeypatch.delenv("H3_RECOVERY")
+    assert default_folder().parts[-2:] == ("h3_runtime", "recovery")
