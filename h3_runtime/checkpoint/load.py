@@ -73,7 +73,7 @@ def load_dit(
     module = _on_meta(checkpoint, lambda: DiTConfig.from_shapes(shapes), DiT)
     _compare(checkpoint, module, optional=(ROPE,))
 
-    islands = {name for name in checkpoint.recipes if name.startswith(DiT.float32_islands)}
+    islands = {name for name in checkpoint.recipes if name.startswith(module.float32_islands)}
     plan, notes, approximate = _dit_number_types(checkpoint, islands, dtype)
     notes += _fill(checkpoint, module, plan, device)
     notes += _settle_rope(checkpoint, module, device)

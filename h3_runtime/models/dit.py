@@ -11,6 +11,9 @@ Attribute names are those of the ComfyUI checkpoint. Modulation comes in as a ta
 which table row each packed row reads, so the 13 B AdaLN parameters are not touched inside the loop. The only big
 tensors of a forward are h, its normed copy, one head group's q, k, v and the attention output; everything row-wise
 runs in canonical row chunks, in place. Formulas: diffusers ``MiniMaxH3Transformer3DModel``.
+
+A pruned checkpoint has no time embedder: ``adaln_t_table`` [G, k] holds a curve over t in its place, read between its
+points, and the AdaLN linears take those k values as they are, without SiLU and in float32 (ComfyUI's rule).
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ MODALITIES = 3
 TABLE_BATCH = 64  # rows of every time-embedding and AdaLN matmul, the last padded: a row's bits never depend on others
 SHIFT_ATTENTION, SCALE_ATTENTION, GATE_ATTENTION, SHIFT_FFN, SCALE_FFN, GATE_FFN = range(6)
 TIME_BASE = 10000.0
+CURVE = "adaln_t_table"
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class DiTConfig:
     time_hidden: int = 5376
     time_dim: int = 2688
     rope_frequencies: int = 16
+    curve_points: int = 0  # of a pruned checkpoint's curve, time_dim wide; 0: a time embedder
 
     @staticmethod
     def from_shapes(shapes: dict[str, tuple[int, ...]]) -> DiTConfig:
@@ -68,6 +73,8 @@ class DiTConfig:
         try:
             head_dim = shapes["blocks.0.attn.q_norm.weight"][0]
             rope = shapes.get("rope.inv_freq", (head_dim // 8,))[0]
+            points, width = shapes.get(CURVE, (0, 0))
+            features, time_hidden = (0, 0) if points else shapes["time_embedder.proj_in.weight"][::-1]
             return DiTConfig(
                 hidden=shapes["blocks.0.norm1.weight"][0],
                 layers=_count(shapes, "blocks."),
@@ -78,10 +85,11 @@ class DiTConfig:
                 text_dim=shapes["condition_proj.weight"][1],
                 video_channels=shapes["video_patch_proj.weight"][1] // 4,
                 audio_channels=shapes["audio_patch_proj.weight"][1],
-                time_features=shapes["time_embedder.proj_in.weight"][1],
-                time_hidden=shapes["time_embedder.proj_in.weight"][0],
-                time_dim=shapes["time_embedder.proj_out.weight"][0],
+                time_features=features,
+                time_hidden=time_hidden,
+                time_dim=width if points else shapes["time_embedder.proj_out.weight"][0],
                 rope_frequencies=rope,
+                curve_points=points,
             )
         except KeyError as missing:
             raise CheckpointError(f"this is not a MiniMax-H3 DiT: the tensor {missing.args[0]} is missing") from None
@@ -255,6 +263,7 @@ class DiT(nn.Module):
         "final_layer.video_out.",
         "final_layer.audio_out.",
         "rope.",
+        CURVE,
     )
 
     def __init__(self, config: DiTConfig):
@@ -263,7 +272,14 @@ class DiT(nn.Module):
         self.video_patch_proj = Linear(4 * config.video_channels, config.hidden)
         self.audio_patch_proj = Linear(config.audio_channels, config.hidden)
         self.condition_proj = Linear(config.text_dim, config.hidden)
-        self.time_embedder = TimeEmbedder(config)
+        if config.curve_points:
+            self.register_buffer(CURVE, torch.zeros(config.curve_points, config.time_dim))
+            self.float32_islands += (
+                *(f"blocks.{i}.adaln_proj." for i in range(config.layers)),
+                "final_layer.adaln_proj.",
+            )
+        else:
+            self.time_embedder = TimeEmbedder(config)
         self.token_refiner = TokenRefiner(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_layer = FinalLayer(config)
@@ -280,7 +296,7 @@ class DiT(nn.Module):
 
     def refine_text(self, hidden: Tensor, attention: AttentionCall = dense_attention) -> Tensor:
         """Text condition [L, text_dim] -> text rows [L, hidden] in the compute dtype. Once per request."""
-        hidden = hidden.to(self.device, self.condition_proj.weight.dtype)
+        hidden = hidden.to(self.device, self.dtype)
         h = torch.empty(hidden.shape[0], self.config.hidden, dtype=hidden.dtype, device=self.device)
         for start, stop in row_chunks(0, hidden.shape[0]):
             h[start:stop] = self.condition_proj(hidden[start:stop])
@@ -298,19 +314,41 @@ class DiT(nn.Module):
         for start, stop in row_chunks(0, rows.shape[0]):
             out[start:stop] = self.audio_patch_proj(rows[start:stop])
 
+    def embed_time(self, timesteps: Tensor) -> Tensor:
+        """float32 [n] -> time embedding, or the curve at these t, float32 [n, time_dim]."""
+        timesteps = timesteps.to(self.device, torch.float32)
+        return self._curve_at(timesteps) if self.config.curve_points else self.time_embedder(timesteps)
+
+    def _curve_at(self, timesteps: Tensor) -> Tensor:
+        """The curve at t * (G - 1), clamped to its ends, linear between its points."""
+        table = getattr(self, CURVE)
+        place = timesteps.clamp(0, 1) * (table.shape[0] - 1)
+        before = place.floor()
+        after = place.ceil()
+        return torch.lerp(table[before.long()], table[after.long()], (place - before)[:, None])
+
     def time_embedding(self, timesteps: Tensor) -> Tensor:
-        """float32 [n] -> SiLU(time embedding) float32 [n, time_dim], in batches of TABLE_BATCH rows."""
-        return _batched(timesteps.to(self.device, torch.float32), lambda t: F.silu(self.time_embedder(t)))
+        """float32 [n] -> what the AdaLN linears take, float32 [n, time_dim]: SiLU(time embedding), or the curve.
+
+        In batches of TABLE_BATCH rows.
+        """
+        timesteps = timesteps.to(self.device, torch.float32)
+        activate = (lambda x: x) if self.config.curve_points else F.silu
+        return _batched(timesteps, lambda t: activate(self.embed_time(t)))
+
+    def _modulation(self, linear: nn.Module, embedding: Tensor) -> Tensor:
+        """Rows of one AdaLN linear in the compute dtype; a curve's linears are float32 islands."""
+        given = embedding if self.config.curve_points else embedding.to(self.dtype)
+        return _batched(given, linear).to(self.dtype)
 
     def block_table(self, index: int, embedding: Tensor, pairs: Tensor) -> Tensor:
         """Modulation of block ``index`` for ``pairs`` int64 [P] (timestep * 3 + modality) -> [P, 6, hidden]."""
-        linear = self.blocks[index].adaln_proj.linear
-        rows = _batched(embedding.to(self.dtype), linear)  # [n, 3 * 6 * hidden]
+        rows = self._modulation(self.blocks[index].adaln_proj.linear, embedding)  # [n, 3 * 6 * hidden]
         return rows.view(-1, 6, self.config.hidden).index_select(0, pairs.to(rows.device))
 
     def final_table(self, embedding: Tensor) -> Tensor:
         """Shift and scale of the final norm: float32 [n, time_dim] -> [n, 2, hidden]."""
-        rows = _batched(embedding.to(self.dtype), self.final_layer.adaln_proj.linear)
+        rows = self._modulation(self.final_layer.adaln_proj.linear, embedding)
         return rows.view(-1, 2, self.config.hidden)
 
     def run_heads(self, h: Tensor, table: Tensor, runs: Sequence[Run], video: bool) -> Tensor:

@@ -2,7 +2,7 @@
 
     layout                       PackedLayout           vae, audio_vae, dit/weights   checkpoint loading
     schedule                     grids, map, step       vae_encode, vae_decode        VideoVAE
-    dit, mask                    VelocityModel          audio_encode, audio_decode    AudioVAE
+    dit, mask, curve, quant      VelocityModel          audio_encode, audio_decode    AudioVAE
     loop                         sample on a RenderJob
 
 Every value comes out of a runtime function. Put together here is only what the host keeps for itself: the place of a
@@ -69,6 +69,8 @@ DIT_SIZES = {  # the index's word -> our setting
     "thid": "time_hidden",
     "tdim": "time_dim",
     "rope": "rope_frequencies",
+    "adaln_curve_grid": "curve_points",
+    "time_embed_dim": "time_dim",
 }
 UNUSED_TENSORS = ("decoder.mask_token",)  # only training used it: files may lack it, and then zeros stand in
 VIDEO_VAE_SIZES = {"res": "resnets", "layers": "layers", "heads": "heads", "dim_head": "head_dim"}
@@ -191,7 +193,7 @@ def run_forward(golden: Golden, case: Case, given: Tensors) -> Iterator[Value]:
                 continue
             dit = golden.model(file, dtype)[0]
             values = {**labels, **forward_values(dit, layout, steps, given)}
-            values["inner_t_emb"] = dit.time_embedder(labels["inner_t_values"])
+            values["inner_t_emb"] = dit.embed_time(labels["inner_t_values"])
             for name in wanted:
                 if name.removesuffix(suffix) in values:
                     yield Value(name, values[name.removesuffix(suffix)], file)
@@ -481,7 +483,7 @@ def run_weights(golden: Golden, case: Case, given: Tensors) -> Iterator[Value]:
 def stated_sizes(case: Case) -> dict[str, Any]:
     """The sizes that the index states of a weight file, under our setting names."""
     config = case["config"]
-    if case["group"] == "dit":
+    if case["group"] in ("dit", "curve"):
         return {ours: config[theirs] for theirs, ours in DIT_SIZES.items() if theirs in config}
     stated = config.get("comfy", {})
     if case["group"] == "audio_vae":
@@ -497,6 +499,7 @@ RUNNERS: dict[str, Runner] = {
     "layout": run_layout,
     "schedule": run_schedule,
     "dit": run_dit,
+    "curve": run_dit,
     "mask": run_mask,
     "loop": run_loop,
     "vae": run_weights,
