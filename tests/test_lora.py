@@ -121,11 +121,14 @@ def test_block_diagonal_pairs_take_a_third(tmp_path, dit, delta):
     thirds = file.read(pair, CONFIG.head_dim)
     assert [low.start for low in thirds] == [0, INNER, 2 * INNER]
     assert all(low.a.shape[0] * 3 == pair.rank and low.scale == pair.scale == 1 for low in thirds)
-    full = torch.randn(3 * INNER, 6)
-    tensors = {"blocks.0.attn.qkv_proj.lora_A.weight": torch.randn(6, 64), "blocks.0.attn.qkv_proj.lora_B.weight": full}
-    file = open_lora(write(tmp_path / "f.safetensors", tensors))
-    (low,) = file.read(file.pairs[0], CONFIG.head_dim)
-    assert torch.equal(low.b, full)
+    name = "blocks.0.attn.qkv_proj"
+    for row, column in ((0, 2), (2, 0)):  # one number outside the diagonal blocks, above and below
+        b = torch.block_diag(*(torch.randn(INNER, 2) for _ in range(3)))
+        b[row * INNER, column * 2] = 1.0
+        tensors = {f"{name}.lora_A.weight": torch.randn(6, 64), f"{name}.lora_B.weight": b}
+        file = open_lora(write(tmp_path / "f.safetensors", tensors))
+        (low,) = file.read(file.pairs[0], CONFIG.head_dim)
+        assert torch.equal(low.b, b)
 
 
 def test_only_q_and_v(tmp_path, dit, delta):

@@ -80,7 +80,10 @@ def test_beside_equals_merged(tmp_path, delta, dtype, limit):
     assert (plain - results["merge"]).norm() > 0.05 * size
 
 
-def test_stacked_with_strengths(tmp_path, dit, delta):
+@pytest.mark.parametrize("rows", [4096, 50])
+def test_stacked_with_strengths(tmp_path, monkeypatch, dit, delta, rows):
+    """Also where a weight is merged in several pieces, whose ends fall inside q, k and v."""
+    monkeypatch.setattr("h3_runtime.lora.applying.MERGE_ROWS", rows)
     one = write(tmp_path / "a.safetensors", EXPRESSIONS["a"][2](delta))
     two = write(tmp_path / "c.safetensors", EXPRESSIONS["c"][2](delta))
     some = {name: pairs for name, pairs in delta.items() if name.endswith("fc1")}

@@ -283,9 +283,6 @@ def _misfit(
         return f"A reads {inputs} inputs and the module has {module.in_features}", "mismatched"
     if pair.outputs != module.out_features:
         return f"B writes {pair.outputs} outputs and the module has {module.out_features}", "mismatched"
-    head_dim = dit.config.head_dim
-    if pair.is_fused_qkv and file.interleaved and pair.outputs % (3 * head_dim):
-        return f"B of {pair.outputs} rows is not made of heads of 3 x {head_dim} rows", "mismatched"
     return None, ""
 
 
