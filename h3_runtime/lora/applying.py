@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.reader import listed
 from ..errors import H3Error
-from ..models.dit import DiT
+from ..models.dit import CURVE, DiT
 from ..models.precision import exact_float32
 from .adaln import GRID_FILE, Projection, find_grid, fit_projection, read_grid
 from .opening import LoraFile, LowRank, StoredPair, open_lora
@@ -34,7 +34,6 @@ from .side import LoraLinear
 MODES = ("merge", "side")
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 MERGE_ROWS = 4096  # rows of a weight whose float32 delta exists at one time
-CURVE = "adaln_t_table"  # the tensor that makes a base a pruned one
 MARK = "lora_merged"  # set on a linear whose weight holds a LoRA
 
 
@@ -390,7 +389,7 @@ def _updates(dit: DiT, plan: LoraPlan, placed: Sequence[Placed]) -> list[LowRank
 def _side_dtype(dit: DiT, name: str, module: nn.Module) -> torch.dtype:
     if can_merge(module):
         return module.weight.dtype
-    return torch.float32 if f"{name}.".startswith(DiT.float32_islands) else dit.dtype
+    return torch.float32 if f"{name}.".startswith(dit.float32_islands) else dit.dtype
 
 
 def _side_bytes(dit: DiT, module: nn.Module, placed: Placed) -> int:
