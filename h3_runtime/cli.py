@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"MiniMax-H3 Runtime {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for add in (_add_demo, _add_render, _add_paths, _add_verify, _add_bench):
+    for add in (_add_demo, _add_render, _add_recover, _add_paths, _add_verify, _add_bench):
         command = add(commands)
         command.add_argument("--json", action="store_true", help="print one JSON object on stdout, words on stderr")
     return parser
@@ -171,6 +171,9 @@ def _add_render(commands) -> argparse.ArgumentParser:
     )
     out.add_argument("--inputs", metavar="DIR", help="where to look for the files of --from")
     out.add_argument("--keep-latent", action="store_true", help="keep the finished latent beside the clip")
+    out.add_argument("--resume", action="store_true", help="go on where an interrupted run of exactly this job stopped")
+    out.add_argument("--recovery", metavar="DIR", help="folder for the states of runs (default: the user's cache)")
+    out.add_argument("--no-recovery", action="store_true", help="save no state after each forward")
     out.add_argument("--no-metadata", action="store_true", help="write no manifest, neither in the file nor beside it")
     command.set_defaults(run=run_render)
     return command
@@ -186,6 +189,7 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
     import torch
 
     from . import manifest as manifests
+    from .recovery import RecoveryFolder
     from .render import Models, render_request
     from .save import check_output, save_clip
 
@@ -205,7 +209,8 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if request.dtype == "float32" else None
     models = Models(model_parts(arguments), dtype, device, arguments.layout)
-    result = render_request(request, models, say.progress)
+    recovery = None if arguments.no_recovery else RecoveryFolder(arguments.recovery)
+    result = render_request(request, models, say.progress, recovery=recovery, resume=arguments.resume)
     saved = save_clip(result, models, out, not arguments.no_metadata, arguments.keep_latent, progress=say.progress)
     for note in saved.notes:
         say(f"note: {note}")
@@ -304,11 +309,59 @@ def model_parts(arguments):
     if not Path(arguments.model).is_dir():
         raise H3Error(f"--model {arguments.model} is not a folder: give the folder that holds the model's files")
     parts = find_parts(arguments.model)
-    if arguments.dit is not None:
+    if getattr(arguments, "dit", None) is not None:
         if not Path(arguments.dit).exists():
             raise H3Error(f"--dit {arguments.dit} does not exist: give a file or folder that does")
         parts = replace(parts, dits=(DiTPath(Path(arguments.dit), "unknown"),))
     return parts
+
+
+# --- recover ---------------------------------------------------------------------------------------------------------
+
+
+def _add_recover(commands) -> argparse.ArgumentParser:
+    command = commands.add_parser("recover", help="list what interrupted runs left, or decode a finished latent")
+    command.add_argument("latent", nargs="?", metavar="FILE", help="a finished latent to decode; without it: the list")
+    command.add_argument("--model", metavar="DIR", help="model folder, for its VAEs")
+    command.add_argument("--out", metavar="FILE.mp4")
+    command.add_argument("--recovery", metavar="DIR", help="folder of the states (default: the user's cache)")
+    command.set_defaults(run=run_recover)
+    return command
+
+
+def run_recover(arguments, say: _Say) -> tuple[Results, int]:
+    from .latents import load_latent
+    from .recovery import RecoveryFolder
+    from .render import Models
+    from .save import check_output, decode_latent
+
+    if arguments.latent is None:
+        folder = RecoveryFolder(arguments.recovery)
+        rows = []
+        for path, saved in folder.read():
+            state = "finished" if saved.finished else f"stopped after forward {saved.info.get('stop')}"
+            canvas = saved.canvas
+            say(f"{path}  {canvas.width}x{canvas.height}, {canvas.num_frames} frames, {state}")
+            say(f"    prompt: {saved.info.get('prompt', '')!r}, seed {saved.info.get('seed')}")
+            rows.append({"name": str(path), "value": state, "unit": "", **saved.info})
+        if not rows:
+            say(f"nothing is waiting in {folder.folder}")
+        return rows, 0
+    if arguments.model is None or arguments.out is None:
+        raise H3Error("decoding a latent needs --model DIR (for its VAEs) and --out FILE.mp4")
+    out = check_output(arguments.out)
+    saved = load_latent(arguments.latent)
+    if not saved.finished:
+        raise H3Error(
+            f"{arguments.latent} stopped after forward {saved.info.get('stop')}: run its render command again with "
+            "--resume, or render --state FILE --start N"
+        )
+    models = Models(model_parts(arguments), device="cpu")
+    video, notes = decode_latent(saved, models, out, say.progress)
+    for note in notes:
+        say(f"note: {note}")
+    say(f"wrote {video}")
+    return [{"name": "video", "value": str(video), "unit": "path"}], 0
 
 
 # --- paths, verify, bench --------------------------------------------------------------------------------------------

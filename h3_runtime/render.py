@@ -26,6 +26,7 @@ from .guides import Placed, Placement, encode_guide, encode_source, place
 from .job import AVLatent, RenderJob
 from .latents import PartialLatent
 from .models.precision import exact_float32
+from .recovery import RecoveryFolder, RunRecovery
 from .request import RenderRequest
 from .sampler import SampleResult, sample
 from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, plan_schedule
@@ -122,6 +123,7 @@ class RenderResult:
     seconds: dict[str, float]
     step_seconds: tuple[float, ...]
     stats: dict = field(default_factory=dict)
+    recovery: RunRecovery | None = None
 
     @property
     def canvas(self) -> Canvas:
@@ -133,9 +135,18 @@ class RenderResult:
 
 
 def render_request(
-    request: RenderRequest, models: Models, progress: Progress | None = None, poll: Callable[[], None] | None = None
+    request: RenderRequest,
+    models: Models,
+    progress: Progress | None = None,
+    poll: Callable[[], None] | None = None,
+    recovery: RecoveryFolder | None = None,
+    resume: bool = False,
 ) -> RenderResult:
-    """Run ``request`` up to its latent. H3Error before any weights are read for what cannot be used."""
+    """Run ``request`` up to its latent. H3Error before any weights are read for what cannot be used.
+
+    With ``recovery`` the state is saved after every forward; ``resume`` takes up what an earlier process left of
+    exactly this job, else the run starts over.
+    """
     seconds: dict[str, float] = {}
     report = progress or (lambda stage, done, total: None)
     with _timed(seconds, "place"):
@@ -151,11 +162,23 @@ def render_request(
         dit = models.dit(task)
         report("load", 1, 1)
     with _timed(seconds, "denoise"):
-        sampled = sample(dit, job, progress=lambda done, total, _: report("denoise", done, total), poll=poll)
+        run = None if recovery is None else run_recovery(recovery, request, job, models)
+        if run is not None and not resume:
+            run.discard()
+        sampled = sample(
+            dit, job, progress=lambda done, total, _: report("denoise", done, total), poll=poll, recovery=run
+        )
     del dit
     models.done("dit")
+    if sampled.finished:  # what decodes it belongs to the label and the manifest
+        with _timed(seconds, "load VAEs"):
+            models.video_vae(), models.audio_vae()
     fidelity = label(job, sampled, models)
     notes = list(placement.notes) + list(job.text.notes)
+    if sampled.resumed_after is not None:
+        notes.append(f"taken up after forward {sampled.resumed_after} of {job.num_forwards}, saved by an earlier run")
+    elif resume:
+        notes.append("nothing was saved of this job: it was run from its start")
     for part, info in models.infos.items():
         notes += [f"{part}: {note}" for note in info.notes]
         if info.approximate:
@@ -171,7 +194,18 @@ def render_request(
         seconds=seconds,
         step_seconds=sampled.step_seconds,
         stats={"rows": sampled.num_rows, "dit_calls": sampled.dit_calls, **sampled.stats},
+        recovery=run,
     )
+
+
+def run_recovery(folder: RecoveryFolder, request: RenderRequest, job: RenderJob, models: Models) -> RunRecovery:
+    """Where this job's states are kept: named by all that decides its output, checkpoints and versions included."""
+    parts = ["dit", "text_encoder"]
+    if job.guides or job.source is not None:
+        parts += ["video_vae", "audio_vae"]
+    made_by = [f"{part}={models.infos[part].fingerprint}" for part in parts if part in models.infos]
+    fingerprint = job.fingerprint(*made_by, str(models.dtype), __version__)
+    return folder.run(fingerprint, job.canvas, task=job.task, prompt=request.prompt, seed=job.seed)
 
 
 def check_request(request: RenderRequest, placement: Placement, models: Models, task: str) -> None:

@@ -19,7 +19,9 @@ import psutil
 
 from .decode import decode_audio, decode_video
 from .errors import H3Error, NonFiniteError
-from .latents import save_latent
+from .geometry import Canvas
+from .job import AVLatent
+from .latents import PartialLatent, save_latent
 from .manifest import METADATA_KEY, dump, make_manifest
 from .media import Mp4Writer, check_output_path
 from .render import Models, Progress, RenderResult
@@ -81,6 +83,8 @@ def save_clip(
         if not keep_latent:
             latent.unlink()
             latent = None
+        if result.recovery is not None:
+            result.recovery.discard()
     manifest_file = out.with_suffix(".json") if metadata else None
     if manifest_file is not None:
         _write_text(manifest_file, dump(manifest))
@@ -92,17 +96,36 @@ def save_clip(
 def _write_video(
     result: RenderResult, models: Models, out: Path, manifest: str | None, progress: Progress | None, notes: list[str]
 ) -> Path:
+    tags = {METADATA_KEY: manifest} if manifest is not None else None
+    return _decode_to(out, result.canvas, result.latent, models, tags, progress, notes)
+
+
+def decode_latent(
+    saved: PartialLatent, models: Models, out: str | Path, progress: Progress | None = None
+) -> tuple[Path, tuple[str, ...]]:
+    """Decode a saved finished latent to ``out``; returns the path and sentences."""
+    notes: list[str] = []
+    return _decode_to(check_output(out), saved.canvas, saved.latent, models, None, progress, notes), tuple(notes)
+
+
+def _decode_to(
+    out: Path,
+    canvas: Canvas,
+    latent: AVLatent,
+    models: Models,
+    tags: dict[str, str] | None,
+    progress: Progress | None,
+    notes: list[str],
+) -> Path:
     report = progress or (lambda stage, done, total: None)
-    canvas = result.canvas
     try:
-        sound, _ = decode_audio(models.audio_vae(), result.latent, canvas)
+        sound, _ = decode_audio(models.audio_vae(), latent, canvas)
     except NonFiniteError as error:
         notes.append(f"the sound could not be decoded and the video was saved without it: {error}")
         sound = None
     models.done("audio_vae")
-    tags = {METADATA_KEY: manifest} if manifest is not None else None
     with Mp4Writer(out, canvas.width, canvas.height, canvas.num_frames, sound, tags) as writer:
-        decode_video(models.video_vae(), result.latent, writer, lambda done, total: report("decode", done, total))
+        decode_video(models.video_vae(), latent, writer, lambda done, total: report("decode", done, total))
     models.done("video_vae")
     notes += writer.notes
     return writer.path

@@ -22,6 +22,12 @@ SIZE = "96x64"
 FRAMES = 22
 
 
+@pytest.fixture(autouse=True)
+def recovery_folder(tmp_path, monkeypatch):
+    """States go to a folder of the test, never to the user's cache."""
+    monkeypatch.setenv("H3_RECOVERY", str(tmp_path.parent / (tmp_path.name + "-recovery")))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
@@ -266,3 +272,45 @@ def test_the_module_runs_from_another_folder(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["command"] == "paths"
+
+
+def test_a_killed_render_is_taken_up_and_a_lost_clip_decoded(capsys, model, tmp_path, monkeypatch):
+    """A real kill of the command in the middle; then a finished latent whose decode failed is brought back."""
+    states = tmp_path / "states"
+    whole, _ = small(capsys, model, tmp_path / "whole.mp4", steps=6)
+    assert not states.exists()
+    root = Path(__file__).resolve().parent.parent
+    command = [
+        sys.executable, "-m", "h3_runtime", "render", "--model", model, "--dtype", "float32", "--prompt", "a red ball",
+        "--size", SIZE, "--frames", FRAMES, "--steps", 6, "--out", tmp_path / "a.mp4", "--recovery", states,
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen([*map(str, command)], env=environment, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not list(states.glob("*")):
+        pass
+    process.kill()
+    process.wait()
+    assert not list(tmp_path.glob("*.partial"))
+    status, listed, _ = run(capsys, "recover", "--recovery", states)
+    assert status == 0 and len(listed["results"]) == 1
+    rows, words = small(capsys, model, tmp_path / "a.mp4", "--recovery", states, "--resume", steps=6)
+    assert rows["latent"] == whole["latent"]
+    assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "whole.mp4").read_bytes()
+    assert "taken up after forward" in words and rows["dit_calls"] < 6
+    assert list(states.iterdir()) == []
+
+    from h3_runtime.models.video_vae import VideoVAE
+
+    def broken(self, *arguments, **options):
+        yield torch.full((1, 3, 5, 64, 96), float("nan"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VideoVAE, "decode_chunks", broken)
+        status, _, _ = render(
+            capsys, model, tmp_path / "b.mp4", "--size", SIZE, "--frames", FRAMES, "--recovery", states, steps=6
+        )
+    assert status == 2
+    lost = next(states.iterdir())
+    status, _, words = run(capsys, "recover", lost, "--model", model, "--out", tmp_path / "c.mp4")
+    assert status == 0, words
+    assert (read_clip(tmp_path / "c.mp4").frames == read_clip(tmp_path / "whole.mp4").frames).all()
