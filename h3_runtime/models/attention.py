@@ -34,7 +34,13 @@ AttentionCall = Callable[[Tensor, Tensor, Tensor, Where], Tensor]
 
 
 class Linear(nn.Linear):
-    """nn.Linear that can also compute a range of its outputs: ``rows(x, start, stop)``, x [..., in] -> [..., n]."""
+    """nn.Linear that can also compute a range of its outputs: ``rows(prepare(x), start, stop)``, x [..., in] -> [..., n].
+
+    ``prepare`` holds what is done once however many ranges follow: nothing here, quantising x in a quantised linear.
+    """
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return x
 
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
         return F.linear(x, self.weight[start:stop], None if self.bias is None else self.bias[start:stop])
@@ -94,13 +100,14 @@ class Attention(nn.Module):
         """x [S, hidden], normed and modulated -> [S, heads * head_dim], before the output projection."""
         rows, inner = x.shape[0], self.heads * self.head_dim
         out = x.new_empty(rows, self.heads, self.head_dim)
+        prepared = self.qkv_proj.prepare(x)
         for start in range(0, self.heads, HEAD_GROUP):
             stop = min(start + HEAD_GROUP, self.heads)
             q, k, v = (
-                self.qkv_proj.rows(x, part * inner + start * self.head_dim, part * inner + stop * self.head_dim).view(
+                self.qkv_proj.rows(prepared, part + start * self.head_dim, part + stop * self.head_dim).view(
                     rows, stop - start, self.head_dim
                 )
-                for part in range(3)
+                for part in (0, inner, 2 * inner)
             )
             q, k = self.q_norm(q), self.k_norm(k)
             if rotary is not None:
