@@ -23,6 +23,7 @@ from .accelerators import Accelerator, fold
 from .errors import H3Error, NonFiniteError
 from .job import AUDIO_LATENT_CHANNELS, VIDEO_CHANNELS, AVLatent, RenderJob
 from .layout import PackedLayout, audio_to_rows, patchify_video, rows_to_audio, unpatchify_video
+from .memory.streaming import ResidentLayers, StreamedLayers, run_in_order
 from .models.attention import dense_attention, rotary_table
 from .models.dit import DiT, ForwardContext
 from .models.precision import exact_float32
@@ -100,23 +101,37 @@ def condition_rows(job: RenderJob, layout: PackedLayout, noise: Noise) -> list[t
     return held
 
 
+class DiTLayers(NamedTuple):
+    """Where a DiT's weights come from while it runs: its ``blocks`` (all but their AdaLN projection) and the
+    projections, ``adaln``, which are needed once before the loop (or in every forward, where tables are too big)."""
+
+    blocks: ResidentLayers | StreamedLayers
+    adaln: ResidentLayers | StreamedLayers
+
+    @staticmethod
+    def resident(dit: DiT) -> DiTLayers:
+        return DiTLayers(ResidentLayers(dit.blocks), ResidentLayers([block.adaln_proj for block in dit.blocks]))
+
+
 class ModulationTables:
     """Rows of the AdaLN tables: all of a render in host memory, or made forward by forward when they are too many."""
 
-    def __init__(self, dit: DiT, steps: Steps):
-        self.dit, self.steps = dit, steps
+    def __init__(self, dit: DiT, steps: Steps, adaln: ResidentLayers | StreamedLayers):
+        self.dit, self.steps, self.adaln = dit, steps, adaln
         embedding = dit.time_embedding(steps.timesteps)
         self.embedding = embedding
         self.final = dit.final_table(embedding)
         self.blocks: list[Tensor] | None = None
         if steps.tables_before_loop:
-            self.blocks = [dit.block_table(i, embedding, steps.pairs).cpu() for i in range(dit.config.layers)]
+            projections = enumerate(run_in_order(adaln))
+            self.blocks = [dit.block_table(i, embedding, steps.pairs, project).cpu() for i, project in projections]
 
     def block(self, index: int, step: StepPlan) -> Tensor:
         """[P, 6, hidden] for ``step.pairs`` on the compute device."""
         if self.blocks is not None:
             return self.blocks[index].index_select(0, step.pair_ids).to(self.dit.device, non_blocking=True)
-        return self.dit.block_table(index, self.embedding[step.timestep_ids], step.pairs)
+        with self.adaln.use(index) as project:
+            return self.dit.block_table(index, self.embedding[step.timestep_ids], step.pairs, project)
 
     def final_rows(self, step: StepPlan) -> Tensor:
         """[n, 2, hidden] for ``step.timesteps``."""
@@ -135,11 +150,15 @@ class VelocityModel:
         conditions: Sequence[tuple[int, int, bool, Tensor]] = (),
         accelerators: Sequence[Accelerator] = (),
         poll: Callable[[], None] | None = None,
+        layers: DiTLayers | None = None,
     ):
         self.dit, self.layout = dit, layout
+        self.layers = layers or DiTLayers.resident(dit)
+        self.last = steps.forwards[-1].index
+        self.accelerated = bool(accelerators)
         self.text_rows = text_rows
         self.conditions = [(a, b, is_video, rows.to(dit.device)) for a, b, is_video, rows in conditions]
-        self.tables = ModulationTables(dit, steps)
+        self.tables = ModulationTables(dit, steps, self.layers.adaln)
         self.rotary = rotary_table(layout.positions, dit.rope.inv_freq, dit.dtype)
         self.attention = fold(accelerators, "wrap_attention", dense_attention)
         self.block = fold(accelerators, "wrap_block", self._block)
@@ -165,6 +184,11 @@ class VelocityModel:
         return Rows(self.dit.run_heads(h, final, step.video_runs, video=True), audio)
 
     def _blocks(self, h: Tensor, step: StepPlan, start: int, stop: int) -> Tensor:
+        # without accelerators the next forward certainly begins with block 0: its copy may start during this one's end
+        again = None if self.accelerated or step.index == self.last else 0
+        self.layers.blocks.announce(start, stop, again)
+        if self.tables.blocks is None:
+            self.layers.adaln.announce(start, stop, again)
         for index in range(start, stop):
             if self.poll is not None:
                 self.poll()
@@ -175,7 +199,7 @@ class VelocityModel:
         context = ForwardContext(
             step.index, step.runs, self.rotary, self.attention, lambda i: self.tables.block(i, step)
         )
-        return self.dit.blocks[index](index, h, context)
+        return self.layers.blocks(index, index, h, context)
 
 
 class _Stream:
@@ -205,10 +229,15 @@ def sample(
     progress: Callable[[int, int, float], None] | None = None,
     poll: Callable[[], None] | None = None,
     recovery: RunRecovery | None = None,
+    layers: DiTLayers | None = None,
 ) -> SampleResult:
-    """Run the forwards of ``job``. ``progress(done, total, seconds)`` after each; ``poll()`` before each block (it may
-    raise to cancel). With ``recovery``, the state is saved after each forward and a run found there goes on from its
-    last one, bit for bit. Raises NonFiniteError at the forward where a latent stops being finite."""
+    """Run the forwards of ``job``.
+
+    ``progress(done, total, seconds)`` is called after each; ``poll()`` before each block (it may raise to cancel).
+    With ``recovery``, the state is saved after each forward and a run found there goes on from its last one, bit for
+    bit. ``layers`` says where the blocks' weights come from (default: the module's own). Raises NonFiniteError at the
+    forward where a latent stops being finite.
+    """
     if job.text.hidden.shape[1] != dit.config.text_dim:
         raise H3Error(
             f"the text condition is {job.text.hidden.shape[1]} wide and the DiT reads {dit.config.text_dim}: "
@@ -222,7 +251,14 @@ def sample(
     for accelerator in accelerators:
         accelerator.prepare(dit, job, layout, steps)
     model = VelocityModel(
-        dit, layout, steps, dit.refine_text(job.text.hidden), condition_rows(job, layout, noise), accelerators, poll
+        dit,
+        layout,
+        steps,
+        dit.refine_text(job.text.hidden),
+        condition_rows(job, layout, noise),
+        accelerators,
+        poll,
+        layers,
     )
     resumed = _take_up(recovery, job, video, audio, accelerators)
     forwards = [plan for plan in steps.forwards if plan.index >= resumed]

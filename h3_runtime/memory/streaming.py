@@ -55,10 +55,11 @@ class LayerLayout:
 
     @staticmethod
     def of(module: nn.Module, skip: tuple[str, ...] = ()) -> LayerLayout:
-        """Parameters and buffers of ``module`` but those whose names start with one of ``skip``."""
+        """Parameters and buffers of ``module`` (those outside its state dict too: a LoRA's factors) but those whose
+        names start with one of ``skip``."""
         entries, offset = [], 0
-        for name, tensor in module.state_dict().items():
-            if name.startswith(skip):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if skip and name.startswith(skip):
                 continue
             entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), offset))
             offset += -(-entries[-1].nbytes // ALIGNMENT) * ALIGNMENT

@@ -160,6 +160,10 @@ class Modulation(nn.Module):
         super().__init__()
         self.linear = Linear(time_dim, out)
 
+    def forward(self, embedding: Tensor) -> Tensor:
+        """[n, time_dim] -> [n, out]."""
+        return self.linear(embedding)
+
 
 class Block(nn.Module):
     """One transformer block; see the module's picture."""
@@ -287,12 +291,13 @@ class DiT(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The compute dtype: that of the block weights' norms, which no format quantises."""
-        return self.blocks[0].norm1.weight.dtype
+        """The compute dtype: that of the norms, which no format quantises."""
+        return self.final_layer.norm.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.blocks[0].norm1.weight.device
+        """Where the DiT computes; its blocks may live elsewhere."""
+        return self.final_layer.norm.weight.device
 
     def refine_text(self, hidden: Tensor, attention: AttentionCall = dense_attention) -> Tensor:
         """Text condition [L, text_dim] -> text rows [L, hidden] in the compute dtype. Once per request."""
@@ -336,19 +341,24 @@ class DiT(nn.Module):
         activate = (lambda x: x) if self.config.curve_points else F.silu
         return _batched(timesteps, lambda t: activate(self.embed_time(t)))
 
-    def _modulation(self, linear: nn.Module, embedding: Tensor) -> Tensor:
-        """Rows of one AdaLN linear in the compute dtype; a curve's linears are float32 islands."""
+    def _modulation(self, project: Callable[[Tensor], Tensor], embedding: Tensor) -> Tensor:
+        """Rows of one AdaLN projection in the compute dtype; a curve's linears are float32 islands."""
         given = embedding if self.config.curve_points else embedding.to(self.dtype)
-        return _batched(given, linear).to(self.dtype)
+        return _batched(given, project).to(self.dtype)
 
-    def block_table(self, index: int, embedding: Tensor, pairs: Tensor) -> Tensor:
-        """Modulation of block ``index`` for ``pairs`` int64 [P] (timestep * 3 + modality) -> [P, 6, hidden]."""
-        rows = self._modulation(self.blocks[index].adaln_proj.linear, embedding)  # [n, 3 * 6 * hidden]
+    def block_table(
+        self, index: int, embedding: Tensor, pairs: Tensor, project: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Modulation of block ``index`` for ``pairs`` int64 [P] (timestep * 3 + modality) -> [P, 6, hidden].
+
+        ``project`` is its AdaLN projection where that does not live in the module (streamed weights).
+        """
+        rows = self._modulation(project or self.blocks[index].adaln_proj, embedding)  # [n, 3 * 6 * hidden]
         return rows.view(-1, 6, self.config.hidden).index_select(0, pairs.to(rows.device))
 
     def final_table(self, embedding: Tensor) -> Tensor:
         """Shift and scale of the final norm: float32 [n, time_dim] -> [n, 2, hidden]."""
-        rows = self._modulation(self.final_layer.adaln_proj.linear, embedding)
+        rows = self._modulation(self.final_layer.adaln_proj, embedding)
         return rows.view(-1, 2, self.config.hidden)
 
     def run_heads(self, h: Tensor, table: Tensor, runs: Sequence[Run], video: bool) -> Tensor:
