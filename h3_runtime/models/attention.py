@@ -34,7 +34,7 @@ AttentionCall = Callable[[Tensor, Tensor, Tensor, Where], Tensor]
 
 
 class Linear(nn.Linear):
-    """nn.Linear that can also compute a range of its outputs: ``rows(prepare(x), start, stop)``, x [..., in] -> [..., n].
+    """nn.Linear that can also compute a range of its outputs, ``rows(prepare(x), start, stop)``: [..., in] -> [..., n].
 
     ``prepare`` holds what is done once however many ranges follow: nothing here, quantising x in a quantised linear.
     """
