@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"MiniMax-H3 Runtime {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for add in (_add_demo, _add_render, _add_recover, _add_paths, _add_verify, _add_bench):
+    for add in (_add_demo, _add_render, _add_recover, _add_selftest, _add_paths, _add_verify, _add_bench):
         command = add(commands)
         command.add_argument("--json", action="store_true", help="print one JSON object on stdout, words on stderr")
     return parser
@@ -206,7 +206,7 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
             say(f"differs: {note}")
     else:
         request = request_of(arguments)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device(arguments.device)
     dtype = torch.float32 if request.dtype == "float32" else None
     models = Models(model_parts(arguments), dtype, device, arguments.layout)
     recovery = None if arguments.no_recovery else RecoveryFolder(arguments.recovery)
@@ -293,6 +293,19 @@ def request_of(arguments):
     )
 
 
+def _device(asked: str | None):
+    """The device to compute on: as asked, else CUDA where there is one. H3Error where it cannot be used."""
+    import torch
+
+    name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise H3Error(f"device {name!r} cannot be used here ({reason}): give cuda or cpu") from None
+
+
 def _pair(text: str, separator: str, option: str, form: str) -> tuple[int, int]:
     first, found, second = text.lower().partition(separator)
     if not (found and first.strip().isdigit() and second.strip().isdigit()):
@@ -362,6 +375,26 @@ def run_recover(arguments, say: _Say) -> tuple[Results, int]:
         say(f"note: {note}")
     say(f"wrote {video}")
     return [{"name": "video", "value": str(video), "unit": "path"}], 0
+
+
+# --- selftest --------------------------------------------------------------------------------------------------------
+
+
+def _add_selftest(commands) -> argparse.ArgumentParser:
+    command = commands.add_parser("selftest", help="compare this device with the CPU on a tiny model, in seconds")
+    command.add_argument("--device", default=None, help="cuda or cpu (default: cuda when there is one)")
+    command.set_defaults(run=run_selftest)
+    return command
+
+
+def run_selftest(arguments, say: _Say) -> tuple[Results, int]:
+    from .selftest import selftest
+
+    device = _device(arguments.device)
+    checks = selftest(device)
+    for check in checks:
+        say(check.line())
+    return [check.to_dict() for check in checks], 0 if all(check.passed for check in checks) else 1
 
 
 # --- paths, verify, bench --------------------------------------------------------------------------------------------

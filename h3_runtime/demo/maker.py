@@ -58,13 +58,24 @@ def make_model(folder: str | Path, seed: int = SEED) -> Path:
     return folder
 
 
+def seeded_tensors(module: nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """float32 values for every tensor of ``module``, drawn in the order of their names."""
+    return {name: _seeded(name, tensor, generator) for name, tensor in sorted(module.state_dict().items())}
+
+
+def seeded_module(kind: type[nn.Module], config, seed: int = SEED) -> nn.Module:
+    """One part of the small model in memory, float32, for inference."""
+    module = kind(config).eval().requires_grad_(False)
+    module.load_state_dict(seeded_tensors(module, torch.Generator().manual_seed(seed)))
+    return module
+
+
 def _save(path: Path, module: nn.Module, config, generator: torch.Generator, half: bool = False) -> None:
     islands = DiT.float32_islands if isinstance(module, DiT) else ()
-    tensors = {}
-    for name, tensor in sorted(module.state_dict().items()):
-        value = _seeded(name, tensor, generator)
-        keep = not half or name.startswith(islands)
-        tensors[name] = (value if keep else value.to(torch.bfloat16)).contiguous()
+    tensors = {
+        name: (value.to(torch.bfloat16) if half and not name.startswith(islands) else value).contiguous()
+        for name, value in seeded_tensors(module, generator).items()
+    }
     metadata = {CONFIG_KEY: json.dumps(config.to_dict(), sort_keys=True)}
     if half:
         metadata[PARTITION_KEY] = "fl2va"
@@ -102,9 +113,7 @@ def _smooth_patches(shape: torch.Size, generator: torch.Generator) -> torch.Tens
     ramp = torch.linspace(-1, 1, PIXELS_PER_LATENT)
     still = torch.ones(PIXELS_PER_LATENT, PIXELS_PER_LATENT)
     basis = torch.stack([still, 0.5 * ramp[:, None] * still, 0.5 * ramp[None] * still])  # [3, 16, 16]
-    mixes = (
-        torch.randn(3, shape[1], basis.shape[0], generator=generator) * 0.4 / shape[1] ** 0.5
-    )  # [colour, width, basis]
+    mixes = torch.randn(3, shape[1], 3, generator=generator) * 0.4 / shape[1] ** 0.5  # [colour, width, basis]
     frames = shape[0] // (3 * PIXELS_PER_LATENT**2)
     planes = torch.einsum("cwb,byx->cyxw", mixes, basis)[:, None].expand(-1, frames, -1, -1, -1)
     return planes.reshape(shape).contiguous()
