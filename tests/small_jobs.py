@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import pytest
 import torch
 
 from h3_runtime.accelerators import Accelerator
@@ -33,6 +34,15 @@ CONFIG = DiTConfig(
 )
 CANVAS = Canvas(96, 64, 22)  # 7 latents of 4x6 cells, 37 of sound
 FORWARDS = 5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors this small run on one thread: on a busy machine more of them mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -27,6 +27,7 @@ from .small_jobs import (
     clip,
     draw,
     job,
+    one_thread,  # noqa: F401 (a fixture)
     picture,
     relative,
     render,

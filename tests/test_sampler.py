@@ -36,6 +36,7 @@ from .small_jobs import (
     differ,
     draw,
     job,
+    one_thread,  # noqa: F401 (a fixture)
     picture,
     relative,
     render,
