@@ -83,8 +83,8 @@ def place(request: RenderRequest) -> Placement:
         frame_index = 0 if medium is request.first_frame else canvas.num_frames - 1
         frames = _on_canvas(medium.name, picture[None], canvas, stretch=index == 0, notes=notes)
         guides.append(Placed(medium.name, frame_index, frames, None, keyframe=True))
-    middle = [_place_guide(guide, canvas, notes) for guide in request.guides]
-    guides += sorted(middle, key=lambda placed: placed.frame_index)  # order of naming must not change the noise
+    middle = [(_place_guide(guide, canvas, notes), guide) for guide in request.guides]
+    guides += [placed for placed, _ in sorted(middle, key=_guide_order)]  # order of naming must not change the noise
     placed_source = source
     if isinstance(source, media.Clip):
         placed_source = _place_source(request.source.name, source, canvas, notes)
@@ -214,6 +214,11 @@ def _place_guide(guide: GuideRequest, canvas: Canvas, notes: list[str]) -> Place
             )
         audio = _pad_to_hop(torch.as_tensor(audio)[:, :room])
     return Placed(name, index, frames, audio, guide.strength)
+
+
+def _guide_order(pair: tuple[Placed, GuideRequest]) -> tuple:
+    placed, guide = pair
+    return placed.frame_index, placed.frames is None, guide.media.sha256, placed.strength
 
 
 def _pad_to_hop(audio: Tensor) -> Tensor:

@@ -222,7 +222,7 @@ def _check_levels(name: str, mask: Tensor) -> None:
         raise H3Error(f"the {name} runs from {low:g} to {high:g}: give 0 (keep) to 1 (regenerate)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors have no one truth value: jobs are compared by fingerprint
 class RenderJob:
     """All that decides the output of one render. Frozen; ``dataclasses.replace`` makes side B."""
 

@@ -210,11 +210,11 @@ def run_recovery(folder: RecoveryFolder, request: RenderRequest, job: RenderJob,
 
 def check_request(request: RenderRequest, placement: Placement, models: Models, task: str) -> None:
     """Everything that can be wrong with a request and is cheap to see."""
-    plan_schedule(
+    schedule = plan_schedule(
         request.num_forwards, request.denoise, request.start, request.stop, request.video_shift, request.audio_shift
     )
     if request.source is None and placement.state is None:
-        if request.denoise < 1:
+        if schedule.video[0] < 1.0 or schedule.audio[0] < 1.0:
             raise H3Error(f"denoise {request.denoise} starts from a clip, and none was given: add --source FILE")
         if request.start > 0:
             raise H3Error(f"start {request.start} needs a saved state or a source clip: add --state or --source FILE")
