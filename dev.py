@@ -304,12 +304,19 @@ def run_module(python: list[str], module: str, arguments: list[str], cwd: Path |
     return subprocess.run(command, cwd=cwd, env=environment).returncode
 
 
+def workers(given: list[str]) -> list[str]:
+    """pytest's options for one process per core, test files whole; none where the person chose, or debugs."""
+    chosen = any(option in given for option in ("-n", "--pdb", "-s", "-x")) or any(o.startswith("-n") for o in given)
+    count = min(os.cpu_count() or 1, 8)
+    return [] if chosen or count == 1 else ["-n", str(count), "--dist", "loadfile"]
+
+
 def checks(request: Request) -> list[tuple[str, str, list[str]]]:
     """(name, module, arguments) of each step, in the order they run."""
     steps = [("ruff check", "ruff", ["check", "."]), ("ruff format", "ruff", ["format", "--check", "."])]
     if request.command == "test":
         strict = ["--strict-proofs"] if request.strict else []
-        steps.append(("pytest", "pytest", ["-q", "--durations=10", *strict, *request.rest]))
+        steps.append(("pytest", "pytest", ["-q", "--durations=10", *workers(request.rest), *strict, *request.rest]))
     return steps
 
 
