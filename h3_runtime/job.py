@@ -279,7 +279,7 @@ class RenderJob:
     def _needs_source(self) -> str | None:
         if self.masks is not None:
             return "a mask"
-        if self.state is None and (self.denoise < 1 and self.schedule.video[0] < 1.0):
+        if self.state is None and self.schedule.skipped:
             return f"denoise {self.denoise}"
         if self.state is None and self.start > 0:
             return f"start {self.start} without a saved state"

@@ -214,7 +214,7 @@ def check_request(request: RenderRequest, placement: Placement, models: Models, 
         request.num_forwards, request.denoise, request.start, request.stop, request.video_shift, request.audio_shift
     )
     if request.source is None and placement.state is None:
-        if schedule.video[0] < 1.0 or schedule.audio[0] < 1.0:
+        if schedule.skipped:
             raise H3Error(f"denoise {request.denoise} starts from a clip, and none was given: add --source FILE")
         if request.start > 0:
             raise H3Error(f"start {request.start} needs a saved state or a source clip: add --state or --source FILE")

@@ -326,7 +326,7 @@ def _streams(job: RenderJob, noise: Noise, device: torch.device) -> tuple[_Strea
         if job.state is not None:
             rows = to_rows(getattr(job.state, kind).cpu())
         else:
-            rows = start_point(source, drawn, sigma, mask)
+            rows = start_point(None if schedule.from_noise and mask is None else source, drawn, sigma, mask)
         made.append(_Stream(*(None if x is None else x.to(device) for x in (rows, source, drawn, mask)), kept))
     return made[0], made[1]
 

@@ -68,9 +68,9 @@ def mix(clean: Tensor, noise: Tensor, timestep: float) -> Tensor:
 
 
 def start_point(source: Tensor | None, noise: Tensor, sigma: float, mask: Tensor | None = None) -> Tensor:
-    """Where a stream starts: (1 - m * sigma) * source + m * sigma * noise; pure noise at sigma 1 without a mask."""
+    """Where a stream starts: (1 - m * sigma) * source + m * sigma * noise; without a source pure noise."""
     if source is None:
-        assert sigma == 1.0 and mask is None, (sigma, mask is None)
+        assert mask is None
         return noise.clone()
     level = torch.tensor(sigma, dtype=torch.float32, device=noise.device)
     if mask is not None:
@@ -83,13 +83,19 @@ class Schedule:
     """The sigmas that a render walks. ``video`` and ``audio``: [n + 1] float32 values as Python floats.
 
     ``start``..``stop`` (forwards start..stop - 1) is the part that runs; ``video[0]``, ``audio[0]`` are the first
-    sigmas of the denoise cut, which masks use as sigma0.
+    sigmas of the denoise cut, which masks use as sigma0, and ``skipped`` counts the intervals cut off before them.
     """
 
     video: tuple[float, ...]
     audio: tuple[float, ...]
     start: int
     stop: int
+    skipped: int = 0
+
+    @property
+    def from_noise(self) -> bool:
+        """Whether it begins at the grid's first point. (Its sigma there may be one ulp off 1, as in the reference.)"""
+        return self.start == 0 and self.skipped == 0
 
     @property
     def num_forwards(self) -> int:
@@ -135,7 +141,7 @@ def plan_schedule(
         if len(grid) != total + 1:
             raise H3Error(f"shift {shift} collapses the grid of {total} forwards: lower the shift or the count")
         grids.append(tuple(grid[total - num_forwards :]))
-    return Schedule(grids[0], grids[1], start, stop)
+    return Schedule(grids[0], grids[1], start, stop, total - num_forwards)
 
 
 def check_forwards(num_forwards: int) -> None:
