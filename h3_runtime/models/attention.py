@@ -68,18 +68,33 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first 2 * 3F channels of x [S, G, D] in place, half-split: pairs (c, c + 3F)."""
     half = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]
-    for start, stop in row_chunks(0, x.shape[0]):  # in chunks: the two products are the only temporaries
-        first, second = x[start:stop, :, :half], x[start:stop, :, half : 2 * half]
-        c, s = cos[start:stop], sin[start:stop]
-        turned = first * s
-        first.mul_(c).sub_(second * s)
-        second.mul_(c).add_(turned)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    turned = first * sin
+    first.mul_(cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).add_(turned)
     return x
+
+
+def _norm_rotate(x: Tensor, norm: nn.RMSNorm, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    """norm(x), rotated: [S, G, D] -> [S, G, D] with each head's rows side by side in memory.
+
+    In row chunks, so that the temporaries stay small. The last pass has to write somewhere: head by head costs nothing
+    here, and attention reads whole heads.
+    """
+    out = x.new_empty(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1)
+    for start, stop in row_chunks(0, x.shape[0]):
+        y = norm(x[start:stop])
+        if rotary is not None:
+            rotate_(y, *(table[start:stop] for table in rotary))
+        out[start:stop] = y
+    return out
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, where: Where) -> Tensor:
     """softmax(q k^T / sqrt(D)) v over all rows, by PyTorch's SDPA. q, k, v [S, G, D] -> [S, G, D]."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, G, S, D]
+    if v.device.type == "cpu" and v.itemsize < 4:  # its kernel walks k and v once per few queries
+        v = v.contiguous()
     return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
 
 
@@ -109,10 +124,8 @@ class Attention(nn.Module):
                 )
                 for part in (0, inner, 2 * inner)
             )
-            q, k = self.q_norm(q), self.k_norm(k)
-            if rotary is not None:
-                rotate_(q, *rotary)
-                rotate_(k, *rotary)
+            q = _norm_rotate(q, self.q_norm, rotary)
+            k = _norm_rotate(k, self.k_norm, rotary)
             out[:, start:stop] = call(q, k, v, Where(block, forward, start, stop))
             del q, k, v
         return out.view(rows, inner)
@@ -127,6 +140,6 @@ class FeedForward(nn.Module):
         self.fc2 = Linear(ffn, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, hidden] -> [n, hidden]; the caller gives canonical row chunks."""
+        """[n, hidden] -> [n, hidden]; canonical row chunks by the caller; fc2 reads a view of fc1's output."""
         gate, value = self.fc1(x).chunk(2, dim=-1)
-        return self.fc2(F.silu(gate).mul_(value))
+        return self.fc2(F.silu(gate, inplace=True).mul_(value))
