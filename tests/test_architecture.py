@@ -30,7 +30,7 @@ GROUPS = tuple(
 )
 RANK = {entry: rank for rank, group in enumerate(GROUPS) for entry in group}
 
-FORBIDDEN_IMPORTS = re.compile(r"^(comfy\w*|folder_paths|server|nodes|diffusers)$")
+FORBIDDEN_IMPORTS = re.compile(r"^(comfy(?!_kitchen$)\w*|folder_paths|server|nodes|diffusers)$")
 FORBIDDEN_NAMES = set("manager managers handler handlers helper helpers util utils common shared impl v2".split())
 HOUSE_FILES = 650  # lines of a file
 HOUSE_FUNCTION = 80  # lines of a function, its docstring not counted
