@@ -16,27 +16,32 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
 from . import media
-from .errors import H3Error
+from .errors import H3Error, NonFiniteError
 from .geometry import (
     AUDIO_CHANNELS,
     AUDIO_HOP,
     DEFAULT_FRAMES,
     FPS,
     PIXELS_PER_TOKEN,
+    SAMPLE_RATE,
     Canvas,
     audio_samples,
     floor_frames,
     ratio_value,
+    snap_frames,
 )
-from .job import AVLatent, Guide, Masks, pool_pixels
+from .job import VIDEO_CHANNELS, AVLatent, Guide, Masks, pool_pixels
 from .latents import PartialLatent, load_latent
 from .request import GuideRequest, Media, RenderRequest, SoundMask
 
 STRETCH_REPORTED = 0.02
+READ_AHEAD = 5 * FPS  # frames read past what is used, so that a film as a guide costs neither memory nor time
+COVER_LIMIT = 64  # a picture whose covering size is more than this many canvases is refused
 
 
 @dataclass(frozen=True)
@@ -72,17 +77,18 @@ def place(request: RenderRequest) -> Placement:
     """Read the request's media, choose the canvas and cut everything to it. H3Error for what does not fit."""
     notes: list[str] = []
     state = None if request.state is None else load_latent(request.state.path)
-    source = None if request.source is None else _read_source(request.source)
+    source = None if request.source is None else _read_source(request.source, request.frames)
     keyframes = [
-        (m, _read_picture(m)) for m in (request.first_frame, request.last_frame) if m is not None
+        (m, end, _read_picture(m)) for m, end in ((request.first_frame, 0), (request.last_frame, -1)) if m is not None
     ]  # the first in this list shapes the canvas and is stretched onto it, whichever frame it stands at
-    canvas = choose_canvas(request, keyframes[0][1] if keyframes else None, source, state)
+    canvas = choose_canvas(request, keyframes[0][2] if keyframes else None, source, state)
     notes += canvas.notes
+    check_room(canvas)
+    _check_latents(request, canvas, source, state)
     guides = []
-    for index, (medium, picture) in enumerate(keyframes):
-        frame_index = 0 if medium is request.first_frame else canvas.num_frames - 1
+    for index, (medium, end, picture) in enumerate(keyframes):
         frames = _on_canvas(medium.name, picture[None], canvas, stretch=index == 0, notes=notes)
-        guides.append(Placed(medium.name, frame_index, frames, None, keyframe=True))
+        guides.append(Placed(medium.name, end % canvas.num_frames, frames, None, keyframe=True))
     middle = [(_place_guide(guide, canvas, notes), guide) for guide in request.guides]
     guides += [placed for placed, _ in sorted(middle, key=_guide_order)]  # order of naming must not change the noise
     placed_source = source
@@ -113,9 +119,9 @@ def choose_canvas(
         return have
     if frames is None:
         frames = DEFAULT_FRAMES if source is None else source.frames.shape[0]
-    if size is None and ratio is None and request.megapixels is None and source is not None:
+    if size is None and ratio is None and source is not None:
         height, width = source.frames.shape[1:3]
-        if width % PIXELS_PER_TOKEN == 0 and height % PIXELS_PER_TOKEN == 0:
+        if width % PIXELS_PER_TOKEN == 0 and height % PIXELS_PER_TOKEN == 0 and request.megapixels is None:
             size = (width, height)
         else:
             ratio = _clip_ratio(width, height)
@@ -124,28 +130,74 @@ def choose_canvas(
     return Canvas.fit(frames, size, ratio, request.megapixels)
 
 
+def check_room(canvas: Canvas) -> None:
+    """H3Error for a canvas whose latents alone (noise, state, velocity and result, float32) pass the free memory."""
+    cells = canvas.latent_t * canvas.latent_h * canvas.latent_w
+    need, free = 4 * 4 * VIDEO_CHANNELS * cells, psutil.virtual_memory().available
+    if need > free:
+        raise H3Error(
+            f"{canvas.width}x{canvas.height} with {canvas.num_frames} frames needs at least {need / 2**30:.1f} GiB "
+            f"for its latents, and {free / 2**30:.1f} GiB are free: choose a smaller size or fewer frames"
+        )
+
+
+def _check_latents(
+    request: RenderRequest, canvas: Canvas, source: media.Clip | PartialLatent | None, state: PartialLatent | None
+) -> None:
+    """What saved latents must have for this request."""
+    if isinstance(source, PartialLatent) and not source.latent.fits(canvas):
+        have = source.canvas
+        raise H3Error(
+            f"{request.source.name} is {have.width}x{have.height} with {have.num_frames} frames and the saved state "
+            f"{canvas.width}x{canvas.height} with {canvas.num_frames}: give the clip that this state was made from"
+        )
+    masked = request.mask is not None or request.sound_mask is not None
+    if masked and source is None and state.source is None:
+        raise H3Error(f"a mask keeps parts of a clip, and {request.state.name} holds none: add --source FILE")
+
+
 def _clip_ratio(width: int, height: int) -> tuple[int, int]:
     ratio_value((width, height))
     return width, height
 
 
-def _read(medium: Media) -> media.Clip:
-    """A medium as a clip at 24 fps; a picture is a clip of one frame."""
+def _read(medium: Media, max_frames: int | None = None) -> media.Clip:
+    """A medium as a clip at 24 fps; a picture is a clip of one frame. Of a file at most ``max_frames`` are read."""
     if medium.path is None:
-        frames = None if medium.frames is None else np.asarray(medium.frames)
-        return media.Clip(frames=frames, fps=float(FPS), audio=medium.audio, notes=())
+        return _from_memory(medium)
     kind = media.kind_of(medium.path)
     if kind == "image":
         return media.Clip(frames=media.read_image(medium.path)[None], fps=float(FPS), audio=None, notes=())
     if kind == "audio":
-        return media.Clip(frames=None, fps=float(FPS), audio=media.read_audio(medium.path), notes=())
-    return media.read_clip(medium.path)
+        seconds = None if max_frames is None else max_frames / FPS
+        audio = media.read_audio(medium.path, max_seconds=seconds)
+        return media.Clip(frames=None, fps=float(FPS), audio=audio, notes=())
+    clip = media.read_clip(medium.path, max_frames=max_frames)
+    return replace(clip, notes=tuple(f"{medium.name}: {note}" for note in clip.notes))
 
 
-def _read_source(medium: Media) -> media.Clip | PartialLatent:
+def _from_memory(medium: Media) -> media.Clip:
+    frames, audio = medium.frames, medium.audio
+    if frames is not None:
+        frames = torch.as_tensor(frames).cpu().numpy()
+        if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or 0 in frames.shape:
+            raise H3Error(f"{medium.name} has pixels {list(frames.shape)} {frames.dtype}: give uint8 [f, h, w, 3]")
+    if audio is not None:
+        audio = torch.as_tensor(audio).float().cpu()
+        if audio.ndim != 2 or audio.shape[0] != AUDIO_CHANNELS or not audio.shape[1]:
+            raise H3Error(f"{medium.name} has sound {list(audio.shape)}: give [2, samples] at {SAMPLE_RATE} Hz")
+        if not bool(torch.isfinite(audio).all()):
+            raise NonFiniteError(f"the sound of {medium.name} holds NaN or infinity: make it again")
+    return media.Clip(frames=frames, fps=float(FPS), audio=audio, notes=())
+
+
+def _read_source(medium: Media, frames: int | None) -> media.Clip | PartialLatent:
     """The clip to edit: pixels and sound, or a finished latent, which spares it the way through pixels."""
     if medium.path is None or not str(medium.path).lower().endswith(".safetensors"):
-        return _read(medium)
+        clip = _read(medium, None if frames is None else snap_frames(frames) + READ_AHEAD)
+        if clip.frames is None:
+            raise H3Error(f"{medium.name} is sound: the clip to edit must have a picture")
+        return clip
     saved = load_latent(medium.path)
     if not saved.finished:
         raise H3Error(
@@ -180,6 +232,12 @@ def _on_canvas(name: str, frames: np.ndarray, canvas: Canvas, stretch: bool, not
                 f"{'wider' if change > 1 else 'taller'} to {canvas.width}x{canvas.height}"
             )
         return np.stack([media.resize_stretch(frame, canvas.width, canvas.height) for frame in frames])
+    scale = max(canvas.width / width, canvas.height / height)
+    if width * height * scale**2 > COVER_LIMIT * canvas.width * canvas.height:
+        raise H3Error(
+            f"{name} ({width}x{height}) is too long and narrow for {canvas.width}x{canvas.height}: less than "
+            f"1/{COVER_LIMIT} of it would be seen; crop it first"
+        )
     placed = [media.resize_cover(frame, canvas.width, canvas.height) for frame in frames]
     left, top, right, bottom = placed[0][1]
     lost = 1 - (right - left) * (bottom - top) / (width * height)
@@ -194,25 +252,29 @@ def _on_canvas(name: str, frames: np.ndarray, canvas: Canvas, stretch: bool, not
 def _place_guide(guide: GuideRequest, canvas: Canvas, notes: list[str]) -> Placed:
     name = guide.media.name
     index = guide.frame_index(canvas.num_frames)
-    clip = _read(guide.media)
+    limit = canvas.num_frames - index + READ_AHEAD
+    clip = _read(guide.media, limit)
     notes += clip.notes
     frames, audio = clip.frames, clip.audio
     if frames is not None:
-        room = canvas.num_frames - index
-        kept = floor_frames(min(frames.shape[0], room))
-        if kept < frames.shape[0]:
+        room, count = canvas.num_frames - index, frames.shape[0]
+        more = "at least " if count == limit else ""
+        kept = floor_frames(min(count, room))
+        if kept < count:
             notes.append(
-                f"{name}: {kept} of {frames.shape[0]} frames held from frame {index} "
-                f"({kept / FPS:.3f} of {frames.shape[0] / FPS:.3f} s; {room} frames are left, clips are 17k + 5 or 1)"
+                f"{name}: {kept} of {more}{count} frames held from frame {index} "
+                f"({kept / FPS:.3f} of {more}{count / FPS:.3f} s; {room} frames are left, clips are 17k + 5 or 1)"
             )
         frames = _on_canvas(name, frames[:kept], canvas, stretch=False, notes=notes)
     if audio is not None:
-        room = canvas.audio_samples - audio_samples(index)
-        if audio.shape[1] > room:
+        room, count = canvas.audio_samples - audio_samples(index), audio.shape[1]
+        more = "at least " if count >= audio_samples(limit) - 1 else ""
+        if count > room:
             notes.append(
-                f"{name}: sound cut from {audio.shape[1] / 32000:.3f} to {room / 32000:.3f} s at the clip's end"
+                f"{name}: sound cut from {more}{count / SAMPLE_RATE:.3f} to {room / SAMPLE_RATE:.3f} s "
+                "at the clip's end"
             )
-        audio = _pad_to_hop(torch.as_tensor(audio)[:, :room])
+        audio = _pad_to_hop(audio[:, :room])
     return Placed(name, index, frames, audio, guide.strength)
 
 
@@ -227,13 +289,14 @@ def _pad_to_hop(audio: Tensor) -> Tensor:
 
 def _place_source(name: str, clip: media.Clip, canvas: Canvas, notes: list[str]) -> Placed:
     """The clip to edit, cut or padded (last frame, silence) to the canvas."""
-    if clip.frames is None:
-        raise H3Error(f"{name} is sound: the clip to edit must have a picture")
     notes += clip.notes
     count, wanted = clip.frames.shape[0], canvas.num_frames
     frames = clip.frames[:wanted]
     if count > wanted:
-        notes.append(f"{name}: cut from {count} to {wanted} frames ({count / FPS:.3f} to {wanted / FPS:.3f} s)")
+        more = "at least " if count == wanted + READ_AHEAD else ""
+        notes.append(
+            f"{name}: cut from {more}{count} to {wanted} frames ({more}{count / FPS:.3f} to {wanted / FPS:.3f} s)"
+        )
     elif count < wanted:
         notes.append(f"{name}: its last frame is repeated {wanted - count} times to fill {wanted} frames")
         frames = np.concatenate([frames, np.repeat(frames[-1:], wanted - count, axis=0)])
@@ -242,7 +305,11 @@ def _place_source(name: str, clip: media.Clip, canvas: Canvas, notes: list[str])
         notes.append(f"{name} has no sound: silence stands in its place")
         audio = torch.zeros(AUDIO_CHANNELS, canvas.audio_t * AUDIO_HOP)
     else:
-        audio, _ = media.fit_audio(torch.as_tensor(clip.audio), canvas.audio_t * AUDIO_HOP)
+        heard = min(count, wanted)
+        missing = audio_samples(heard) - clip.audio.shape[1]
+        if missing >= AUDIO_HOP:
+            notes.append(f"{name}: its sound ends {missing / SAMPLE_RATE:.3f} s before its picture: silence follows")
+        audio, _ = media.fit_audio(clip.audio, canvas.audio_t * AUDIO_HOP)
     return Placed(name, 0, frames, audio)
 
 
@@ -254,6 +321,7 @@ def _masks(request: RenderRequest, canvas: Canvas, notes: list[str]) -> Masks | 
     elif request.mask is not None:
         video = torch.full(cells, float(request.mask == "all"))
     if isinstance(request.sound_mask, SoundMask):
+        notes += request.sound_mask.past_end(canvas.seconds)
         audio = request.sound_mask.latents(canvas.audio_t)
     elif request.sound_mask is not None:
         audio = torch.full((AUDIO_CHANNELS, canvas.audio_t), float(request.sound_mask == "all"))
@@ -261,6 +329,10 @@ def _masks(request: RenderRequest, canvas: Canvas, notes: list[str]) -> Masks | 
         if mask is not None:
             share = (mask > 0).float().mean().item()
             notes.append(f"{name}: {share:.1%} of the latent grid is made anew, the rest is kept")
+    if audio is None and video is not None:
+        notes.append("the sound has no mask: all of it is made anew (the sound mask 'keep' keeps it)")
+    if video is None and audio is not None:
+        notes.append("the picture has no mask: all of it is made anew (the mask 'keep' keeps it)")
     return Masks.make(video, audio)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from .checkpoint.reader import SafetensorsFile
@@ -48,7 +48,10 @@ def save_latent(
     extra: Mapping[str, Tensor] | None = None,
     **info,
 ) -> Path:
-    """Write ``latent`` (and ``source``) atomically; ``extra`` are further tensors, ``info`` is JSON metadata."""
+    """Write ``latent`` (and ``source``) atomically; ``extra`` are further tensors, ``info`` is JSON metadata.
+
+    H3Error when the disk refuses.
+    """
     path = Path(path)
     tensors = {"video": latent.video, "audio": latent.audio, **(extra or {})}
     if source is not None:
@@ -56,8 +59,12 @@ def save_latent(
     info = {"width": canvas.width, "height": canvas.height, "num_frames": canvas.num_frames, **info}
     part = path.with_name(path.name + ".partial")
     try:
-        save_file({k: v.contiguous() for k, v in tensors.items()}, part, metadata={KIND: json.dumps(info)})
+        part.write_bytes(save({k: v.contiguous() for k, v in tensors.items()}, {KIND: json.dumps(info)}))
         os.replace(part, path)
+    except OSError as error:
+        raise H3Error(
+            f"{path} could not be written ({error.strerror}): free some space or choose another folder"
+        ) from None
     finally:
         part.unlink(missing_ok=True)
     return path

@@ -123,10 +123,10 @@ class RunRecovery:
                 **self.info,
             )
             self.folder.trim(self.path)
-        except OSError as error:
+        except (OSError, H3Error) as error:
             raise H3Error(
-                f"the run's state could not be saved in {self.folder.folder} ({error.strerror or error}): free some "
-                "space, choose another folder, or switch recovery off"
+                f"the run's state could not be saved in {self.folder.folder} ({error}): free some space, choose "
+                "another folder, or switch recovery off"
             ) from error
 
     def load(self) -> RunState | None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .errors import H3Error
-from .geometry import AUDIO_CHANNELS, AUDIO_LATENT_RATE, FPS
+from .geometry import AUDIO_CHANNELS, AUDIO_LATENT_RATE, FPS, is_number, is_whole
 from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, check_seed
 
 WORD_MASKS = ("keep", "all")
@@ -76,21 +76,25 @@ class GuideRequest:
     def __post_init__(self):
         if (self.frame is None) == (self.seconds is None):
             raise H3Error(f"guide {self.media.name} needs one place: a frame (@12) or a time (@2.5s)")
-        if not (isinstance(self.strength, (int, float)) and 0 < self.strength <= 1):
+        if not (is_number(self.strength) and 0 < self.strength <= 1):
             raise H3Error(f"guide {self.media.name} has strength {self.strength}: give more than 0 and at most 1")
+        if not (is_whole(self.frame) if self.seconds is None else is_number(self.seconds)):
+            raise H3Error(f"guide {self.media.name} stands at {self.frame or self.seconds!r}: give a frame or a time")
 
     def frame_index(self, num_frames: int) -> int:
         """The pixel frame it stands at. H3Error outside the clip."""
         if self.seconds is not None:
-            index = round(self.seconds * FPS) if math.isfinite(self.seconds) else num_frames
+            at = self.seconds * FPS
+            # nearest frame; the second half of the last one lies in the clip as well
+            index = min(round(at), num_frames - 1) if 0 <= at < num_frames else num_frames
             place = f"{self.seconds} s"
         else:
-            index = self.frame + num_frames if self.frame < 0 else self.frame
+            index = int(self.frame + num_frames if self.frame < 0 else self.frame)
             place = f"frame {self.frame}"
         if not 0 <= index < num_frames:
             raise H3Error(
                 f"guide {self.media.name} stands at {place}: the clip has frames 0 to {num_frames - 1} "
-                f"(0 to {(num_frames - 1) / FPS:.3f} s)"
+                f"and ends at {num_frames / FPS:.3f} s"
             )
         return index
 
@@ -132,6 +136,8 @@ class SoundMask:
                 raise H3Error(f"sound mask value {value}: give 0 (keep) to 1 (make anew)")
         if not 0 <= self.feather < math.inf:
             raise H3Error(f"sound mask feather {self.feather}: give 0 or more seconds")
+        if self.curve and self.feather:
+            raise H3Error(f"sound mask feather {self.feather}: a curve has no edges to feather; give it with ranges")
 
     @staticmethod
     def parse(text: str, feather: float = 0.0) -> SoundMask:
@@ -143,6 +149,18 @@ class SoundMask:
         if all(re.fullmatch(f"{number}={number}", part) for part in parts):
             return SoundMask(curve=tuple(tuple(map(float, p.split("="))) for p in parts), feather=feather)
         raise H3Error(f"sound mask {text!r}: give ranges in seconds (1-2.5,3-4), a curve (0=0,1=1), keep or all")
+
+    def past_end(self, seconds: float) -> list[str]:
+        """Sentences about ranges that reach past a clip of ``seconds``; H3Error for one that lies outside it."""
+        begins = [start for start, _ in self.ranges] + [t for t, _ in self.curve[:1]]
+        for start in begins:
+            if start >= seconds:
+                raise H3Error(f"the sound mask begins at {start:g} s: the clip ends at {seconds:.3f} s")
+        return [
+            f"sound mask range {start:g}-{end:g}: the clip ends at {seconds:.3f} s"
+            for start, end in self.ranges
+            if end > seconds
+        ]
 
     def value(self, seconds: np.ndarray) -> np.ndarray:
         """The mask at points in time [n] -> [n]."""

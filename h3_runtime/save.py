@@ -8,6 +8,7 @@ The latent is written first and removed last: a failed decode costs no finished 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -39,8 +40,19 @@ class Saved:
 
 
 def check_output(path: str | Path) -> Path:
-    """The mp4's path, checked before any long work."""
-    return check_output_path(path)
+    """The mp4's path, checked before any long work: the longest name that will stand beside it can be made there."""
+    try:
+        out = check_output_path(path)
+        probe = latent_path(out).with_name(latent_path(out).name + ".partial")
+        with contextlib.suppress(FileExistsError):
+            open(probe, "x").close()
+            probe.unlink()
+    except H3Error:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise H3Error(f"{path} cannot be written ({reason}): choose a shorter name or another folder") from None
+    return out
 
 
 def latent_path(out: Path) -> Path:

@@ -7,6 +7,7 @@ make_model ─▶ 1 text to video                                   OUT/1_text_t
 from __future__ import annotations
 
 import time
+import wave
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,7 +65,8 @@ def demo(out: Path, num_forwards: int, say: Callable[[str], None], progress: Cal
 
 def text_to_video(num_forwards: int) -> RenderRequest:
     """The first clip: a prompt and nothing else."""
-    return RenderRequest("a red circle moves left to right, low tone", SIZE, frames=FRAMES, num_forwards=num_forwards)
+    prompt = "a red circle moves left to right, low tone"
+    return RenderRequest(prompt, SIZE, frames=FRAMES, num_forwards=num_forwards, dtype="float32")
 
 
 def guided(out: Path, num_forwards: int) -> RenderRequest:
@@ -73,6 +75,7 @@ def guided(out: Path, num_forwards: int) -> RenderRequest:
     middle = out / "guide.png"
     write_image(first, disc((200, 40, 40), 0.2))
     write_image(middle, disc((40, 90, 200), 0.7))
+    sound = write_sound(out / "tone.wav", tone(440.0, SOUND_SECONDS))
     return RenderRequest(
         "a circle changes from red to blue",
         SIZE,
@@ -80,10 +83,11 @@ def guided(out: Path, num_forwards: int) -> RenderRequest:
         first_frame=Media(str(first)),
         guides=(
             GuideRequest(Media(str(middle)), frame=MIDDLE),
-            GuideRequest(Media(audio=tone(440.0, SOUND_SECONDS), name="440 Hz tone"), seconds=MIDDLE / FPS),
+            GuideRequest(Media(str(sound)), seconds=MIDDLE / FPS),
         ),
         num_forwards=num_forwards,
         seed=1,
+        dtype="float32",
     )
 
 
@@ -99,3 +103,13 @@ def tone(hertz: float, seconds: float) -> torch.Tensor:
     """float32 [2, L] at 32 kHz: a sine at a quarter of full scale on both channels."""
     time_points = torch.arange(round(seconds * SAMPLE_RATE)) / SAMPLE_RATE
     return (0.25 * torch.sin(2 * torch.pi * hertz * time_points)).expand(2, -1).contiguous()
+
+
+def write_sound(path: Path, sound: torch.Tensor) -> Path:
+    """float32 [2, L] at 32 kHz to a wav file of 16 bits."""
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(2)
+        file.setsampwidth(2)
+        file.setframerate(SAMPLE_RATE)
+        file.writeframes((sound.T * 32767).round().to(torch.int16).contiguous().numpy().astype("<i2").tobytes())
+    return path
