@@ -23,7 +23,7 @@ from .accelerators import Accelerator, fold
 from .errors import H3Error, NonFiniteError
 from .job import AUDIO_LATENT_CHANNELS, VIDEO_CHANNELS, AVLatent, RenderJob
 from .layout import PackedLayout, audio_to_rows, patchify_video, rows_to_audio, unpatchify_video
-from .memory.streaming import ResidentLayers, StreamedLayers, run_in_order
+from .memory.streaming import DiTLayers, ResidentLayers, StreamedLayers, run_in_order
 from .models.attention import dense_attention, rotary_table
 from .models.dit import DiT, ForwardContext
 from .models.precision import exact_float32
@@ -101,18 +101,6 @@ def condition_rows(job: RenderJob, layout: PackedLayout, noise: Noise) -> list[t
     return held
 
 
-class DiTLayers(NamedTuple):
-    """Where a DiT's weights come from while it runs: its ``blocks`` (all but their AdaLN projection) and the
-    projections, ``adaln``, which are needed once before the loop (or in every forward, where tables are too big)."""
-
-    blocks: ResidentLayers | StreamedLayers
-    adaln: ResidentLayers | StreamedLayers
-
-    @staticmethod
-    def resident(dit: DiT) -> DiTLayers:
-        return DiTLayers(ResidentLayers(dit.blocks), ResidentLayers([block.adaln_proj for block in dit.blocks]))
-
-
 class ModulationTables:
     """Rows of the AdaLN tables: all of a render in host memory, or made forward by forward when they are too many."""
 
@@ -153,7 +141,7 @@ class VelocityModel:
         layers: DiTLayers | None = None,
     ):
         self.dit, self.layout = dit, layout
-        self.layers = layers or DiTLayers.resident(dit)
+        self.layers = layers or DiTLayers.resident(dit.blocks)
         self.last = steps.forwards[-1].index
         self.accelerated = bool(accelerators)
         self.text_rows = text_rows

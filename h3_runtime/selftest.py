@@ -21,11 +21,11 @@ from torch import Tensor
 from .demo.maker import AUDIO_VAE, DIT, VIDEO_VAE, seeded_module
 from .geometry import Canvas
 from .job import RenderJob, TextCondition
-from .memory.streaming import CudaMover, HostMover, LayerLayout, RamStore, StreamedLayers
+from .memory.streaming import CudaMover, DiTLayers, HostMover, LayerLayout, RamStore, StreamedLayers
 from .models.audio_vae import AudioVAE
 from .models.dit import DiT
 from .models.video_vae import VideoVAE
-from .sampler import DiTLayers, sample
+from .sampler import sample
 
 FLOAT32_BOUND = 1e-4  # of a whole three-forward run; another device sums in another order
 BF16_BOUND = 0.05

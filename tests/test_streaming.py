@@ -13,6 +13,7 @@ from h3_runtime.accelerators import Accelerator
 from h3_runtime.job import Guide, Masks
 from h3_runtime.memory.streaming import (
     DiskStore,
+    DiTLayers,
     HostMover,
     LayerLayout,
     LayerStream,
@@ -20,7 +21,7 @@ from h3_runtime.memory.streaming import (
     StreamedLayers,
     run_in_order,
 )
-from h3_runtime.sampler import DiTLayers, sample
+from h3_runtime.sampler import sample
 
 from .small_jobs import CONFIG, clip, job, picture, render, small_dit
 

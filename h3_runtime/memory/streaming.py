@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -370,6 +370,19 @@ class StreamedLayers:
     def __call__(self, layer: int, *arguments: Any) -> Any:
         with self.use(layer) as function:
             return function(*arguments)
+
+
+class DiTLayers(NamedTuple):
+    """Where a DiT's weights come from while it runs: its ``blocks`` (all but their AdaLN projection) and the
+    projections, ``adaln``, which are needed once before the loop (or in every forward, where tables are too big)."""
+
+    blocks: ResidentLayers | StreamedLayers
+    adaln: ResidentLayers | StreamedLayers
+
+    @staticmethod
+    def resident(blocks: Sequence[nn.Module]) -> DiTLayers:
+        """The modules' own weights."""
+        return DiTLayers(ResidentLayers(blocks), ResidentLayers([block.adaln_proj for block in blocks]))
 
 
 def run_in_order(
