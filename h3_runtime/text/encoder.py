@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,17 @@ from ..checkpoint.text_layout import EMBEDDING, Layout, beyond_condition, count_
 from ..errors import CheckpointError, H3Error, MissingDependency, NonFiniteError
 from ..job import MODALITY_TEXT, TextCondition
 from .config import TextEncoderConfig, pick_layers
-from .presentation import Clip, Picture, PresentedPrompt, Sound, lint_prompt, present, tokenize
+from .presentation import (
+    Clip,
+    EmbeddingPiece,
+    Picture,
+    PresentedPrompt,
+    Sound,
+    TextPiece,
+    lint_prompt,
+    present,
+    tokenize,
+)
 from .tokenizer import IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START, Tokenizer
 from .vision import VisionInput, preprocess_picture
 
@@ -212,20 +223,26 @@ class TextEncoder:
         return self.encode_items(prompt, [Picture(seen.grid[1:]) for seen in inputs], inputs)
 
     def encode_items(
-        self, prompt: str, items: Sequence[Picture | Sound | Clip], inputs: Sequence[VisionInput]
+        self,
+        prompt: str,
+        items: Sequence[Picture | Sound | Clip],
+        inputs: Sequence[VisionInput],
+        pieces: Sequence[TextPiece | EmbeddingPiece] | None = None,
     ) -> TextCondition:
         """``prompt`` after labelled ``items``; ``inputs`` are the pixels of the pictures and clips among them.
 
-        Returns hidden [rows, text_dim] on the CPU in the encoder's dtype and one tag per row.
+        ``pieces``: the prompt taken apart, where it names prompt embeddings (text/embeddings.py). Returns hidden
+        [rows, text_dim] on the CPU in the encoder's dtype and one tag per row.
         """
         if not isinstance(prompt, str):
             raise H3Error(f"the prompt is {type(prompt).__name__}; one text is needed: a render has one prompt")
         seen = [item for item in items if not isinstance(item, Sound)]
         assert [_pads(item) for item in seen] == [value.grid for value in inputs], "items and pixels differ"
-        presented = tokenize(present(prompt, items), self.tokenizer)
-        hidden = self._states(presented, seen, inputs)
+        presented = tokenize(present(prompt if pieces is None else pieces, items), self.tokenizer)
+        with _rows_put_in(self.module.language_model.embed_tokens, presented.inserted):
+            hidden = self._states(presented, seen, inputs)
         check_states(hidden, presented.ids, self.source)
-        return TextCondition(hidden, presented.tags, _notes(prompt, presented), self.source)
+        return TextCondition(hidden, presented.tags, _notes(prompt, presented, pieces is not None), self.source)
 
     @torch.no_grad()
     def _states(self, presented: PresentedPrompt, seen: Sequence, inputs: Sequence[VisionInput]) -> Tensor:
@@ -247,6 +264,29 @@ class TextEncoder:
                 call[pixels] = torch.cat([value.patches for value in chosen]).to(device)  # [sum t*h*w, 1536]
                 call[grid] = torch.tensor([value.grid for value in chosen], device=device)  # [n, 3]
         return self.module(**call).last_hidden_state[0].cpu()  # [L, text_dim]
+
+
+@contextmanager
+def _rows_put_in(embed_tokens: nn.Module, inserted: Sequence[tuple[int, Tensor]]) -> Iterator[None]:
+    """Inside the block the embedding gives ``inserted`` rows in place of the pad tokens that keep their places.
+
+    The ids stay with the call: transformers finds the places of pictures by them.
+    """
+    if not inserted:
+        yield
+        return
+
+    def put(module, arguments, output):
+        output = output.clone()  # [1, L, text_dim]
+        for first, rows in inserted:
+            output[0, first : first + len(rows)] = rows.to(output)
+        return output
+
+    hook = embed_tokens.register_forward_hook(put)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def check_states(hidden: Tensor, ids: Tensor, source: str) -> None:
@@ -275,7 +315,7 @@ def check_states(hidden: Tensor, ids: Tensor, source: str) -> None:
         )
 
 
-def _notes(prompt: str, presented: PresentedPrompt) -> tuple[str, ...]:
+def _notes(prompt: str, presented: PresentedPrompt, embeddings_read: bool) -> tuple[str, ...]:
     rows = len(presented.tags)
     text = int((presented.tags == MODALITY_TEXT).sum())
     notes = [f"rows of the prompt: {rows} ({text} of text, {rows - text} of pictures); nothing was cut"]
@@ -283,8 +323,10 @@ def _notes(prompt: str, presented: PresentedPrompt) -> tuple[str, ...]:
         notes.append("the prompt is empty: it was encoded as the single pad token, so the clip follows no text")
     elif not prompt.strip():
         notes.append("the prompt has no words: the clip follows no text")
-    if re.search(r"(^|\s)embedding:\S", prompt):
-        notes.append("'embedding:' in the prompt was encoded as plain words: prompt embeddings are not read")
+    if not embeddings_read and re.search(r"(^|\s)embedding:\S", prompt):
+        notes.append(
+            "'embedding:' in the prompt was encoded as plain words: name the folder of the embeddings (--embeddings DIR)"
+        )
     return tuple(notes + lint_prompt(prompt))
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -60,6 +60,14 @@ class TextPiece:
 
 
 @dataclass(frozen=True)
+class EmbeddingPiece:
+    """A prompt embedding in place of words: its ``rows`` float32 [n, text_dim] go in before the first layer."""
+
+    name: str
+    rows: torch.Tensor = field(compare=False)
+
+
+@dataclass(frozen=True)
 class VisionBlock:
     """The place of one picture (``pad`` = the image pad) or one frame pair (the video pad) among the rows."""
 
@@ -77,18 +85,23 @@ class PresentedPrompt:
 
     ids, tags: int64 [L]. positions: int64 [3, L], Qwen's rotary positions (time, height, width).
     is_empty: no text and no picture was given, and the one row is the pad token.
+    inserted: (first row, float32 [n, text_dim]) of each prompt embedding; the pad token stands in ``ids`` there.
     """
 
     ids: torch.Tensor
     tags: torch.Tensor
     positions: torch.Tensor
     is_empty: bool
+    inserted: tuple[tuple[int, torch.Tensor], ...] = ()
 
 
-def present(prompt: str, items: Sequence[Picture | Sound | Clip] = ()) -> tuple[TextPiece | VisionBlock, ...]:
+def present(
+    prompt: str | Sequence[TextPiece | EmbeddingPiece], items: Sequence[Picture | Sound | Clip] = ()
+) -> tuple[TextPiece | EmbeddingPiece | VisionBlock, ...]:
     """The segments for ``items`` in the given order and then the prompt, each kind numbered from 1.
 
-    Keyframes come as pictures before the references, so they are numbered first.
+    ``prompt``: text as it stands, or the pieces it was taken apart into (text/embeddings.py). Keyframes come as pictures
+    before the references, so they are numbered first.
     """
     segments = []
     pictures = sounds = clips = 0
@@ -104,8 +117,7 @@ def present(prompt: str, items: Sequence[Picture | Sound | Clip] = ()) -> tuple[
             segments.append(TextPiece(f"<Video {clips}>: "))
             for seconds in item.timestamps:
                 segments += [TextPiece(f"<{seconds:.1f} seconds>"), VisionBlock(VIDEO_PAD, item.grid)]
-    segments.append(TextPiece(prompt))
-    return tuple(segments)
+    return (*segments, *([TextPiece(prompt)] if isinstance(prompt, str) else prompt))
 
 
 def sample_clip(num_frames: int, fps: float = VIDEO_FPS) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -133,13 +145,14 @@ def sample_clip(num_frames: int, fps: float = VIDEO_FPS) -> tuple[tuple[int, ...
     return tuple(indices), pairs
 
 
-def tokenize(segments: Sequence[TextPiece | VisionBlock], tokenizer: Tokenizer) -> PresentedPrompt:
+def tokenize(segments: Sequence[TextPiece | EmbeddingPiece | VisionBlock], tokenizer: Tokenizer) -> PresentedPrompt:
     """Segments to rows. Nothing is cut, however long; a request with no rows at all becomes the single pad token."""
     reserved = {tokenizer.token_id(IMAGE_PAD): IMAGE_PAD, tokenizer.token_id(VIDEO_PAD): VIDEO_PAD}
     start, end = tokenizer.token_id(VISION_START), tokenizer.token_id(VISION_END)
     ids: list[int] = []
     tags: list[int] = []
     positions: list[torch.Tensor] = []
+    inserted: list[tuple[int, torch.Tensor]] = []
     clock = 0
     for segment in segments:
         if isinstance(segment, TextPiece):
@@ -152,6 +165,13 @@ def tokenize(segments: Sequence[TextPiece | VisionBlock], tokenizer: Tokenizer) 
             tags += [MODALITY_TEXT] * len(piece)
             positions.append(_text_positions(clock, len(piece)))
             clock += len(piece)
+        elif isinstance(segment, EmbeddingPiece):
+            count = len(segment.rows)
+            inserted.append((len(ids), segment.rows))
+            ids += [tokenizer.token_id(PAD_TOKEN)] * count
+            tags += [MODALITY_TEXT] * count
+            positions.append(_text_positions(clock, count))
+            clock += count
         else:
             ids += [start] + [tokenizer.token_id(segment.pad)] * segment.num_pads + [end]
             tags += [MODALITY_VIDEO] * (segment.num_pads + 2)
@@ -162,7 +182,9 @@ def tokenize(segments: Sequence[TextPiece | VisionBlock], tokenizer: Tokenizer) 
     is_empty = not ids
     if is_empty:
         ids, tags, positions = [tokenizer.token_id(PAD_TOKEN)], [MODALITY_TEXT], [_text_positions(0, 1)]
-    return PresentedPrompt(torch.tensor(ids), torch.tensor(tags), torch.cat(positions, dim=1), is_empty)
+    return PresentedPrompt(
+        torch.tensor(ids), torch.tensor(tags), torch.cat(positions, dim=1), is_empty, tuple(inserted)
+    )
 
 
 def _text_positions(first: int, count: int) -> torch.Tensor:

@@ -11,6 +11,9 @@
 The resize is bicubic with antialiasing on uint8 (both passes rounded and clamped to bytes), as the release's processor
 does it; floats in between would differ by up to 24 levels on a noisy picture. Ours, and not transformers', because
 the limits there change between versions.
+
+The recipe ``comfy`` resizes as ComfyUI does: bilinear, without antialiasing, in floats; its limits hold for each picture
+or pair of frames on its own, so that a long clip never shrinks.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ SNAP = PATCH * MERGE
 PATCH_VALUES = 3 * FRAMES_PER_PATCH * PATCH * PATCH
 PICTURE_PIXELS = (65_536, 16_777_216)
 CLIP_PIXELS = (4_096, 25_165_824)  # frames * height * width
+COMFY_PIXELS = (3_136, 12_845_056)
 WIDEST_RATIO = 200
+RECIPES = ("reference", "comfy")
 
 
 @dataclass(frozen=True)
@@ -61,26 +66,35 @@ def clip_size(num_frames: int, height: int, width: int) -> tuple[int, int]:
     return _fit(height, width, CLIP_PIXELS, num_frames, even_frames)
 
 
-def preprocess_picture(pixels) -> VisionInput:
+def comfy_size(height: int, width: int) -> tuple[int, int]:
+    """(height, width) of a picture or of each frame of a clip by the recipe ``comfy``: 3,136 to 12,845,056 pixels."""
+    return _fit(height, width, COMFY_PIXELS, frames=1, even_frames=1)
+
+
+def preprocess_picture(pixels, recipe: str = "reference") -> VisionInput:
     """uint8 [H, W, 3] (tensor or array) to a ``VisionInput`` with grid (1, h, w)."""
     frames = _checked(pixels, "a picture", "[H, W, 3]", 3)[None]
-    size = picture_size(frames.shape[1], frames.shape[2])
-    frames = _resized(frames, size).expand(FRAMES_PER_PATCH, -1, -1, -1)
-    return _patchify(frames)
+    size = comfy_size if recipe == "comfy" else picture_size
+    values = _values(frames, size(frames.shape[1], frames.shape[2]), recipe)  # [1, 3, H, W]
+    return _patchify(values.expand(FRAMES_PER_PATCH, -1, -1, -1))
 
 
-def preprocess_clip(pixels) -> VisionInput:
+def preprocess_clip(pixels, recipe: str = "reference") -> VisionInput:
     """uint8 [F, H, W, 3], already sampled at 2 frames a second, to a ``VisionInput`` with grid (ceil(F/2), h, w).
 
-    An odd last frame is shown twice. Fewer than two frames are refused: they are a picture.
+    An odd last frame is shown twice. Fewer than two frames are refused, save by the recipe ``comfy``.
     """
     frames = _checked(pixels, "a clip", "[F, H, W, 3]", 4)
-    if frames.shape[0] < FRAMES_PER_PATCH:
+    if recipe == "comfy":
+        size = comfy_size(*frames.shape[1:3])
+    elif frames.shape[0] < FRAMES_PER_PATCH:
         raise H3Error(f"a clip of {frames.shape[0]} sampled frame(s) is too short; give 2 or more, or use a picture")
-    frames = _resized(frames, clip_size(*frames.shape[:3]))
-    if frames.shape[0] % FRAMES_PER_PATCH:
-        frames = torch.cat([frames, frames[-1:]])
-    return _patchify(frames)
+    else:
+        size = clip_size(*frames.shape[:3])
+    values = _values(frames, size, recipe)
+    if values.shape[0] % FRAMES_PER_PATCH:
+        values = torch.cat([values, values[-1:]])
+    return _patchify(values)
 
 
 def _fit(height: int, width: int, limits: tuple[int, int], frames: int, even_frames: int) -> tuple[int, int]:
@@ -112,18 +126,23 @@ def _checked(pixels, what: str, form: str, dims: int) -> torch.Tensor:
     return frames.cpu()
 
 
-def _resized(frames: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    frames = frames.permute(0, 3, 1, 2)  # [F, 3, H, W]
-    if frames.shape[2:] == size:
-        return frames
-    return F.interpolate(frames.contiguous(), size=size, mode="bicubic", antialias=True, align_corners=False)
+def _values(frames: torch.Tensor, size: tuple[int, int], recipe: str) -> torch.Tensor:
+    """uint8 [F, H, W, 3] -> float32 [F, 3, height, width] in [-1, 1], resized by the recipe's rule."""
+    frames = frames.permute(0, 3, 1, 2)
+    if recipe == "comfy":
+        values = frames.to(torch.float32).div(255)
+        if values.shape[2:] != size:
+            values = F.interpolate(values, size=size, mode="bilinear", align_corners=False)
+        return values.sub(0.5).div(0.5)
+    if frames.shape[2:] != size:
+        frames = F.interpolate(frames.contiguous(), size=size, mode="bicubic", antialias=True, align_corners=False)
+    return frames.to(torch.float32).sub(127.5).div(127.5)
 
 
-def _patchify(frames: torch.Tensor) -> VisionInput:
-    """uint8 [2t, 3, H, W] to rows; a row holds colour, then time, then the patch's lines."""
-    t = frames.shape[0] // FRAMES_PER_PATCH
-    h, w = frames.shape[2] // PATCH, frames.shape[3] // PATCH
-    values = frames.to(torch.float32).sub(127.5).div(127.5)
+def _patchify(values: torch.Tensor) -> VisionInput:
+    """float32 [2t, 3, H, W] to rows; a row holds colour, then time, then the patch's lines."""
+    t = values.shape[0] // FRAMES_PER_PATCH
+    h, w = values.shape[2] // PATCH, values.shape[3] // PATCH
     blocks = values.reshape(t, FRAMES_PER_PATCH, 3, h // MERGE, MERGE, PATCH, w // MERGE, MERGE, PATCH)
     blocks = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)  # [t, h/2, w/2, 2, 2, 3, 2, 16, 16]
     return VisionInput(blocks.reshape(t * h * w, PATCH_VALUES), (t, h, w))

@@ -1,0 +1,264 @@
+"""Whole prompt conditions kept: in a file that spares the encoder, and in a cache that spares encoding twice.
+
+    TextCondition + ConditionRecord ──save_condition──▶ one safetensors file (hidden, tags; the record as JSON)
+                                    ◀─load_condition──      └─ refuse_other: another prompt or reference is refused
+    record.key ──ConditionCache──▶ states in memory, and in files of the user's cache folder
+
+The record names everything that the states depend on: prompt, recipe, encoder and vocabulary by content, number type,
+each keyframe and reference by kind, size and SHA-256 in its order, each prompt embedding by SHA-256, library versions
+and the kind of device. Two records with one key give the same bits; names of files play no part in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint.reader import SafetensorsFile
+from ..checkpoint.writer import WORDS, write_safetensors
+from ..errors import CheckpointError, H3Error
+from ..job import TextCondition
+from .embeddings import UsedEmbedding
+from .shown import Shown, labels
+
+VERSION = 1
+KIND = "h3_runtime.condition"
+SUFFIX = ".h3-condition.safetensors"
+MEMORY_BYTES = 512 << 20
+DISK_BYTES = 2 << 30
+NOT_IN_KEY = ("encoder", "approximate")
+
+
+@dataclass(frozen=True)
+class ConditionRecord:
+    """What one condition was made from. ``items``: ``Shown.identity`` of each thing before the prompt, with its name.
+
+    encoder: the file in words; fingerprint: of its weights; vocabulary: of its words; dtype: "stored" or "float32" as
+    asked; made_with: library versions and the kind of device; approximate: why the encoder file is not the release's.
+    """
+
+    prompt: str
+    recipe: str
+    encoder: str
+    fingerprint: str
+    vocabulary: str
+    dtype: str
+    made_with: tuple[tuple[str, str], ...] = ()
+    items: tuple[dict[str, Any], ...] = ()
+    embeddings: tuple[UsedEmbedding, ...] = ()
+    approximate: str | None = None
+
+    @property
+    def key(self) -> str:
+        """SHA-256 over everything that decides the states."""
+        fields = {name: value for name, value in self.to_dict().items() if name not in NOT_IN_KEY}
+        fields["items"] = [_without_name(item) for item in self.items]
+        fields["embeddings"] = [[e.name, e.sha256, e.rows] for e in self.embeddings]
+        return hashlib.sha256(json.dumps([VERSION, fields], sort_keys=True).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        plain = asdict(self)
+        return {**plain, "made_with": dict(self.made_with), "items": list(plain["items"])}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ConditionRecord:
+        """The inverse of ``to_dict``; KeyError or TypeError for anything else."""
+        given = dict(values)
+        given["made_with"] = tuple(sorted(given["made_with"].items()))
+        given["items"] = tuple(dict(item) for item in given["items"])
+        given["embeddings"] = tuple(UsedEmbedding(**entry) for entry in given["embeddings"])
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class MadeCondition:
+    """States with the record of what they were made from."""
+
+    text: TextCondition
+    record: ConditionRecord
+
+
+def describe_shown(shown: Sequence[Shown]) -> tuple[dict[str, Any], ...]:
+    """The ``items`` of a record."""
+    return tuple({**thing.identity(), "name": thing.name} for thing in shown)
+
+
+def save_condition(path: str | os.PathLike, made: MadeCondition) -> Path:
+    """Write states, tags and record as one safetensors file, atomically. CheckpointError when the place refuses."""
+    path = Path(path)
+    tensors = {"hidden": made.text.hidden, "tags": made.text.tags}
+    entries = {name: (WORDS[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    about = {"version": VERSION, "record": made.record.to_dict(), "notes": made.text.notes, "source": made.text.source}
+    write_safetensors(path, entries, tensors.items(), {KIND: json.dumps(about, ensure_ascii=False)})
+    return path
+
+
+def load_condition(path: str | os.PathLike) -> MadeCondition:
+    """Read a file of ``save_condition``. CheckpointError for one that is damaged or something else."""
+    file = SafetensorsFile(path)
+    name = Path(path).name
+    if KIND not in (file.metadata or {}):
+        raise CheckpointError(f"{name} holds no prompt condition of this runtime: make one with: embed save")
+    try:
+        about = json.loads(file.metadata[KIND])
+        if about["version"] != VERSION:
+            raise CheckpointError(
+                f"{name} has version {about['version']} of its form, this runtime {VERSION}: save it again"
+            )
+        record = ConditionRecord.from_dict(about["record"])
+        notes, source = tuple(about["notes"]), str(about["source"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, H3Error):
+            raise
+        raise CheckpointError(f"{name} has a damaged record ({error!r}): save it again") from error
+    if set(file.shapes) != {"hidden", "tags"}:
+        raise CheckpointError(
+            f"{name} holds {', '.join(sorted(file.shapes))}: hidden and tags are needed; save it again"
+        )
+    return MadeCondition(TextCondition(file.read("hidden"), file.read("tags"), notes, source), record)
+
+
+def refuse_other(made: MadeCondition, file: str, prompt: str, recipe: str, shown: Sequence[Shown]) -> None:
+    """H3Error where a loaded condition was made for another prompt, recipe, keyframe or reference than the request's."""
+    record = made.record
+    if prompt != record.prompt:
+        raise H3Error(f"{file} was made for the prompt {_short(record.prompt)}: give that prompt, or none")
+    if recipe != record.recipe:
+        raise H3Error(f"{file} was made by the recipe {record.recipe}: add --recipe {record.recipe}, or encode again")
+    had, have = record.items, describe_shown(shown)
+    if [item["kind"] for item in had] != [item["kind"] for item in have]:
+        raise H3Error(
+            f"{file} was made with {_things(had)} and this request has {_things(have)}, in this order: give the same "
+            "keyframes and references, or encode again"
+        )
+    for old, new, names in zip(had, have, labels(shown)):
+        if _without_name(old) != _without_name(new):
+            change = f"it is {_size(new)}, not {_size(old)}" if old["size"] != new["size"] else "its content differs"
+            raise H3Error(
+                f"{new['name']} is not the {old['kind']} that {file} was made with as {names[-1]} ({old['name']}; "
+                f"{change}): give the same one at the same size and length, or encode again"
+            )
+
+
+def default_folder() -> Path:
+    """Where conditions are kept when nobody says otherwise: the user's cache folder, or H3_CONDITIONS."""
+    if os.environ.get("H3_CONDITIONS"):
+        return Path(os.environ["H3_CONDITIONS"])
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return base / "h3_runtime" / "conditions"
+
+
+class ConditionCache:
+    """Conditions by key: the last ones in memory, and with ``folder`` in files too. Bounded in bytes; the oldest leave.
+
+    ``hits`` and ``misses`` count what was asked for.
+    """
+
+    def __init__(
+        self, folder: str | Path | None = None, memory_bytes: int = MEMORY_BYTES, disk_bytes: int = DISK_BYTES
+    ):
+        self.folder = None if folder is None else Path(folder)
+        self.memory_bytes, self.disk_bytes = memory_bytes, disk_bytes
+        self.hits = self.misses = 0
+        self._kept: OrderedDict[str, MadeCondition] = OrderedDict()
+
+    def get(self, record: ConditionRecord) -> MadeCondition | None:
+        """The condition of exactly this record, or None. A damaged file counts as none and leaves."""
+        made = self._kept.get(record.key) or self._read(record.key)
+        if made is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        self._keep(made)
+        return MadeCondition(made.text, record)  # the names of files are those of this request
+
+    def put(self, made: MadeCondition) -> str | None:
+        """Keep a condition; a sentence when the folder refuses it, which costs no more than another encode."""
+        self._keep(made)
+        if self.folder is None or _nbytes(made) > self.disk_bytes:
+            return None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_condition(self._path(made.record.key), made)
+            self._trim(self._path(made.record.key))
+        except (OSError, CheckpointError) as error:
+            return f"the prompt's states could not be kept in {self.folder.name} ({error}): another run encodes again"
+        return None
+
+    def _path(self, key: str) -> Path:
+        return self.folder / (key[:32] + SUFFIX)
+
+    def _keep(self, made: MadeCondition) -> None:
+        self._kept[made.record.key] = made
+        self._kept.move_to_end(made.record.key)
+        while len(self._kept) > 1 and sum(map(_nbytes, self._kept.values())) > self.memory_bytes:
+            self._kept.popitem(last=False)
+
+    def _read(self, key: str) -> MadeCondition | None:
+        if self.folder is None or not self._path(key).is_file():
+            return None
+        try:
+            made = load_condition(self._path(key))
+        except H3Error:
+            self._path(key).unlink(missing_ok=True)
+            return None
+        if made.record.key != key:
+            return None
+        os.utime(self._path(key))
+        return made
+
+    def _trim(self, keep: Path) -> None:
+        files = sorted(self.folder.glob("*" + SUFFIX), key=lambda path: path.stat().st_mtime, reverse=True)
+        total = keep.stat().st_size
+        for path in files:
+            if path != keep:
+                total += path.stat().st_size
+                if total > self.disk_bytes:
+                    path.unlink(missing_ok=True)
+
+
+def versions(device: str | torch.device) -> tuple[tuple[str, str], ...]:
+    """The libraries and the kind of device that decide the states' bits."""
+    made_with = {"torch": torch.__version__}
+    with suppress(metadata.PackageNotFoundError):  # asked of the installation: importing it takes seconds
+        made_with["transformers"] = metadata.version("transformers")
+    made_with["device"] = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+    return tuple(sorted(made_with.items()))
+
+
+def _nbytes(made: MadeCondition) -> int:
+    return sum(t.numel() * t.element_size() for t in (made.text.hidden, made.text.tags))
+
+
+def _without_name(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in item.items() if name != "name"}
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def _size(item: Mapping[str, Any]) -> str:
+    if not item["size"]:
+        return "a sound"
+    width, height, count = item["size"]
+    return f"{width}x{height}" + (f" with {count} frames seen" if count > 1 else "")
+
+
+def _things(items: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{item['kind']} {item['name']}" for item in items) or "neither keyframe nor reference"
