@@ -131,7 +131,7 @@ def load_condition(path: str | os.PathLike) -> MadeCondition:
 
 
 def refuse_other(made: MadeCondition, file: str, prompt: str, recipe: str, shown: Sequence[Shown]) -> None:
-    """H3Error where a loaded condition was made for another prompt, recipe, keyframe or reference than the request's."""
+    """H3Error where a condition was made for another prompt, recipe, keyframe or reference than the request's."""
     record = made.record
     if prompt != record.prompt:
         raise H3Error(f"{file} was made for the prompt {_short(record.prompt)}: give that prompt, or none")

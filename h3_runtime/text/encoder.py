@@ -325,7 +325,7 @@ def _notes(prompt: str, presented: PresentedPrompt, embeddings_read: bool) -> tu
         notes.append("the prompt has no words: the clip follows no text")
     if not embeddings_read and re.search(r"(^|\s)embedding:\S", prompt):
         notes.append(
-            "'embedding:' in the prompt was encoded as plain words: name the folder of the embeddings (--embeddings DIR)"
+            "'embedding:' in the prompt was encoded as plain words: name the folder of embeddings (--embeddings DIR)"
         )
     return tuple(notes + lint_prompt(prompt))
 

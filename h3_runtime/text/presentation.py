@@ -100,8 +100,8 @@ def present(
 ) -> tuple[TextPiece | EmbeddingPiece | VisionBlock, ...]:
     """The segments for ``items`` in the given order and then the prompt, each kind numbered from 1.
 
-    ``prompt``: text as it stands, or the pieces it was taken apart into (text/embeddings.py). Keyframes come as pictures
-    before the references, so they are numbered first.
+    ``prompt``: text as it stands, or the pieces it was taken apart into (text/embeddings.py). Keyframes come as
+    pictures before the references, so they are numbered first.
     """
     segments = []
     pictures = sounds = clips = 0

@@ -12,8 +12,8 @@ The resize is bicubic with antialiasing on uint8 (both passes rounded and clampe
 does it; floats in between would differ by up to 24 levels on a noisy picture. Ours, and not transformers', because
 the limits there change between versions.
 
-The recipe ``comfy`` resizes as ComfyUI does: bilinear, without antialiasing, in floats; its limits hold for each picture
-or pair of frames on its own, so that a long clip never shrinks.
+The recipe ``comfy`` resizes as ComfyUI does: bilinear, without antialiasing, in floats; its limits hold for each
+picture or pair of frames on its own, so that a long clip never shrinks.
 """
 
 from __future__ import annotations
