@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -218,10 +219,13 @@ def sample(
     poll: Callable[[], None] | None = None,
     recovery: RunRecovery | None = None,
     layers: DiTLayers | None = None,
+    watch: Callable[[Callable[[], Tensor]], None] | None = None,
 ) -> SampleResult:
     """Run the forwards of ``job``.
 
     ``progress(done, total, seconds)`` is called after each; ``poll()`` before each block (it may raise to cancel).
+    ``watch(denoised)`` may look, after each forward, at the clip it was heading for: ``denoised()`` gives the picture
+    [1, 24, T, h, w]; it changes nothing.
     With ``recovery``, the state is saved after each forward and a run found there goes on from its last one, bit for
     bit. ``layers`` says where the blocks' weights come from (default: the module's own). Raises NonFiniteError at the
     forward where a latent stops being finite.
@@ -255,6 +259,7 @@ def sample(
         began = time.perf_counter()
         step = on_device(plan, dit.device)
         velocity = model.velocity(Rows(video.feed(), audio.feed()), step)
+        before = None if watch is None else video.rows
         video.step(velocity.video, step.video_sigma, step.video_sigma_next)
         audio.step(velocity.audio, step.audio_sigma, step.audio_sigma_next)
         _require_finite(video.rows, audio.rows, plan.index, job.num_forwards)
@@ -263,6 +268,8 @@ def sample(
             recovery.save(plan.index + 1, False, _latent(job, video.rows, audio.rows), accelerators)
         if progress is not None:
             progress(done, len(steps.forwards), seconds[-1])
+        if watch is not None:
+            watch(partial(_denoised, job, before, velocity.video, step.video_sigma))
     latent = _latent(job, video.rows, audio.rows)
     if schedule.reaches_zero:
         latent = restore_kept(job, latent)
@@ -322,6 +329,12 @@ def _streams(job: RenderJob, noise: Noise, device: torch.device) -> tuple[_Strea
 def _latent(job: RenderJob, video: Tensor, audio: Tensor) -> AVLatent:
     shape = (job.canvas.latent_t, job.canvas.latent_h, job.canvas.latent_w)
     return AVLatent(unpatchify_video(video.cpu(), shape), rows_to_audio(audio.cpu()))
+
+
+def _denoised(job: RenderJob, rows: Tensor, velocity: Tensor, sigma: float) -> Tensor:
+    """x0 = x + sigma v of the picture (masks left out), [1, 24, T, h, w] on the CPU."""
+    shape = (job.canvas.latent_t, job.canvas.latent_h, job.canvas.latent_w)
+    return unpatchify_video((rows + sigma * velocity).cpu(), shape)
 
 
 def restore_kept(job: RenderJob, latent: AVLatent) -> AVLatent:
