@@ -14,8 +14,8 @@ without tags is taken as BT.601, as the reference and the libraries below us do.
 
 from .clips import Clip, read_clip, read_mask, stream_frames
 from .files import check_fps, check_output_path, kind_of, read_metadata
-from .pictures import read_image, resize_cover, resize_stretch, to_uint8, write_image
-from .sound import fit_audio, read_audio, resample_sound
+from .pictures import crop_then_resize, read_image, resize_cover, resize_stretch, to_uint8, write_image
+from .sound import decode_sound, fit_audio, read_audio, resample_sound, sound_seconds
 from .write import Encoding, Mp4Writer
 
 __all__ = [
@@ -24,6 +24,8 @@ __all__ = [
     "Mp4Writer",
     "check_fps",
     "check_output_path",
+    "crop_then_resize",
+    "decode_sound",
     "fit_audio",
     "kind_of",
     "read_audio",
@@ -34,6 +36,7 @@ __all__ = [
     "resample_sound",
     "resize_cover",
     "resize_stretch",
+    "sound_seconds",
     "stream_frames",
     "to_uint8",
     "write_image",

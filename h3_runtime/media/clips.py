@@ -11,7 +11,7 @@ import fnmatch
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -57,6 +57,7 @@ def read_clip(
     max_frames: int | None = None,
     start_seconds: float = 0.0,
     sound: bool = True,
+    fit: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Clip:
     """Read a clip of any frame rate onto 24 fps, with its sound, from ``start_seconds`` on, at most ``max_frames``.
 
@@ -64,14 +65,15 @@ def read_clip(
     last one stays until the slot of the clip's end. That is the reference's rule for reference videos (its
     ``_normalize_video_condition``, after ffmpeg's ``fps`` filter), here with every frame's own timestamp, so that a
     variable rate keeps its timing. Rotation tags are applied; pixel aspect ratios are not (as in the reference).
-    Reading stops once ``max_frames`` are there. Sound that reaches past the last frame is cut at its end.
+    Reading stops once ``max_frames`` are there. Sound that reaches past the last frame is cut at its end. ``fit`` is
+    applied to each picture as it arrives, so that a large clip wanted small never stands in memory at its own size.
     """
     check_fps(fps)
     if max_frames is not None and max_frames < 1:
         raise H3Error(f"max_frames is {max_frames}: give at least 1")
     with open_media(path) as container:
         reel = _Reel(container, Path(path), start_seconds)
-        frames = _gather(reel, max_frames)
+        frames = _gather(reel, max_frames, fit)
         notes = reel.notes(len(frames), max_frames)
         has_sound = bool(container.streams.audio)
     audio = None
@@ -236,13 +238,14 @@ def _slot(seconds: Fraction) -> int:
     return math.floor(seconds * FPS + Fraction(1, 2))
 
 
-def _gather(reel: _Reel, max_frames: int | None) -> np.ndarray:
+def _gather(reel: _Reel, max_frames: int | None, fit: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
     """All slots of a reel (at most ``max_frames``) in one array, grown in place so that no second copy is held."""
     expected = reel.seconds_expected()
     capacity = 64 if expected is None else math.ceil(expected * FPS) + 2
     capacity = max(1, capacity if max_frames is None else min(capacity, max_frames))
     frames, count = None, 0
     for repeat, picture in reel.slots():
+        picture = picture if fit is None else fit(picture)
         if frames is None:
             _check_memory(reel.path, capacity, picture.nbytes)
             frames = np.empty((capacity, *picture.shape), dtype=np.uint8)

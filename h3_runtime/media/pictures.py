@@ -90,6 +90,18 @@ def resize_cover(pixels: np.ndarray, width: int, height: int) -> tuple[np.ndarra
     return np.ascontiguousarray(resized[top : top + height, left : left + width]), box
 
 
+def crop_then_resize(
+    pixels: np.ndarray, width: int, height: int
+) -> tuple[np.ndarray, tuple[float, float, float, float]]:
+    """Like ``resize_cover``, but cropped to the target's ratio first and resized after (the recipe ``comfy``)."""
+    source_height, source_width = pixels.shape[:2]
+    ratio, wanted = source_width / source_height, width / height
+    left = round((source_width - source_width * (wanted / ratio)) / 2) if ratio > wanted else 0
+    top = round((source_height - source_height * (ratio / wanted)) / 2) if ratio < wanted else 0
+    kept = np.ascontiguousarray(pixels[top : source_height - top, left : source_width - left])
+    return resize_stretch(kept, width, height), (left, top, source_width - left, source_height - top)
+
+
 def load_picture(path: str | os.PathLike) -> np.ndarray:
     """uint8 [H, W, 3], or uint16 [H, W] for 16-bit grey; upright."""
     path = existing(path)

@@ -54,6 +54,17 @@ def read_audio(path: str | os.PathLike, start_seconds: float = 0.0, max_seconds:
     return sound[:, :end] if 0 < sound.shape[1] - end < block and end > 0 else sound
 
 
+def sound_seconds(path: str | os.PathLike) -> float | None:
+    """Length of a file's sound by its header; None when it holds none or does not tell."""
+    with open_media(path) as container:
+        if not container.streams.audio:
+            return None
+        stream = container.streams.audio[0]
+        if stream.duration:
+            return float(stream.duration * stream.time_base)
+        return None if container.duration is None else container.duration / av.time_base
+
+
 def fit_audio(audio: torch.Tensor, samples: int) -> tuple[torch.Tensor, str | None]:
     """[2, L] cut or padded with silence at its end to ``samples``, and a sentence about it (None: it fitted)."""
     extra = audio.shape[1] - samples
