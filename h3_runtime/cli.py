@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +20,14 @@ from .errors import H3Error
 
 Results = list[dict]
 
+LOG_SECONDS = 15  # between two lines of progress where the output is no terminal
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 done, 1 a check failed, 2 the request could not be used, 130 interrupted."""
+    for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks must not end a finished render
+        if getattr(stream, "errors", None) == "strict":
+            stream.reconfigure(errors="backslashreplace")
     parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:
@@ -32,16 +39,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except H3Error as error:
         say(f"error: {error}")
         return 2
-    except KeyboardInterrupt:
-        say("stopped: nothing half-written was left")
+    except KeyboardInterrupt as stop:
+        say(str(stop) or "stopped: nothing half-written was left")
         return 130
+    except BrokenPipeError:  # the reader of a pipe went away; nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        if not (isinstance(error, MemoryError) or re.search(r"out of memory|can't allocate memory", reason, re.I)):
+            raise
+        say(f"error: the memory was not enough ({reason or 'host memory'}): choose a smaller size or fewer frames")
+        return 2
     if arguments.json:
         from .save import machine
 
         print(
             json.dumps(
                 {"command": arguments.command, "version": __version__, "machine": machine(), "results": results},
-                ensure_ascii=False,
                 indent=1,
             )
         )
@@ -54,6 +69,7 @@ class _Say:
     def __init__(self, to_stderr: bool):
         self.stream = sys.stderr if to_stderr else sys.stdout
         self.began: dict[str, float] = {}
+        self.told = time.monotonic()
         self.open_line = False
 
     def __call__(self, sentence: str) -> None:
@@ -73,10 +89,12 @@ class _Say:
             left = f", {per_item * (total - done):.0f} s left" if per_item else ""
         line = f"{stage} {done}/{total}{left}"
         if self.stream.isatty():
-            print(f"\r{line:<60}", end="", file=self.stream, flush=True)
-            self.open_line = True
+            print(f"\r{line:<60}", end="" if done < total else "\n", file=self.stream, flush=True)
+            self.open_line = done < total
+        elif done == total or (done and now - self.told >= LOG_SECONDS):
+            self(line)
+            self.told = now
         if done == total:
-            self(line if not self.stream.isatty() else "")
             self.began.pop(stage, None)
 
 
@@ -154,7 +172,7 @@ def _add_render(commands) -> argparse.ArgumentParser:
     edit.add_argument(
         "--audio-mask", metavar="RANGES|CURVE|keep|all", help="sound made anew: 1-2.5,3-4 or 0=0,1=1,2=.5"
     )
-    edit.add_argument("--audio-feather", type=float, default=0.0, metavar="SECONDS", help="ramp at the ranges' edges")
+    edit.add_argument("--audio-feather", type=float, metavar="SECONDS", help="ramp at the ranges' edges")
     edit.add_argument("--denoise", type=float, default=None, help="strength in (0, 1]; 1 starts from noise alone")
     run = command.add_argument_group("how")
     run.add_argument("--steps", type=int, help="forwards (model evaluations), default 49")
@@ -181,7 +199,7 @@ def _add_render(commands) -> argparse.ArgumentParser:
 
 RENDER_INPUTS = (
     "prompt", "size", "ratio", "megapixels", "frames", "first_frame", "last_frame", "guide", "source", "mask",
-    "audio_mask", "denoise", "steps", "seed", "start", "stop", "state", "video_shift", "audio_shift",
+    "audio_mask", "audio_feather", "denoise", "steps", "seed", "start", "stop", "state", "video_shift", "audio_shift",
 )  # fmt: skip
 
 
@@ -191,10 +209,14 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
     from . import manifest as manifests
     from .recovery import RecoveryFolder
     from .render import Models, render_request
-    from .save import check_output, save_clip
+    from .save import check_output, keep_inputs, save_clip
 
     out = check_output(arguments.out)
     old = None
+    if arguments.inputs is not None and arguments.manifest is None:
+        raise H3Error("--inputs says where the files of --from lie: add --from MANIFEST, or leave it out")
+    if arguments.resume and arguments.no_recovery:
+        raise H3Error("--resume takes up a saved state and --no-recovery keeps none: leave one of them out")
     if arguments.manifest is not None:
         given = [name for name in RENDER_INPUTS if getattr(arguments, name) not in (None, [])]
         if given:
@@ -204,8 +226,11 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
         request, notes = manifests.request_from(old, [*folders, Path(arguments.manifest).parent, Path.cwd()])
         for note in notes:
             say(f"differs: {note}")
+        if arguments.dtype not in (None, request.dtype):
+            raise H3Error(f"--from repeats a render in the dtype it had, so --dtype {arguments.dtype} must be left out")
     else:
         request = request_of(arguments)
+    keep_inputs(out, [medium.path for medium in request.media.values()] + ([arguments.manifest] if old else []))
     device = _device(arguments.device)
     dtype = torch.float32 if request.dtype == "float32" else None
     models = Models(model_parts(arguments), dtype, device, arguments.layout)
@@ -215,6 +240,8 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
     for note in saved.notes:
         say(f"note: {note}")
     say(f"label: {result.fidelity.title}")
+    for cause in result.fidelity.causes:
+        say(f"  {cause.label}: {cause.reason}")
     say(f"wrote {saved.video or saved.latent}")
     changed = []
     if old is not None:
@@ -228,9 +255,10 @@ def describe_result(result, saved) -> Results:
     """The results block of a render."""
     from .manifest import latent_hash
 
+    reasons = [cause.reason for cause in result.fidelity.causes]
     rows = [
         {"name": "video", "value": None if saved.video is None else str(saved.video), "unit": "path"},
-        {"name": "label", "value": result.fidelity.title, "unit": ""},
+        {"name": "label", "value": result.fidelity.title, "unit": "", "reasons": reasons},
         {"name": "frames", "value": result.canvas.num_frames, "unit": "frames"},
         {"name": "size", "value": f"{result.canvas.width}x{result.canvas.height}", "unit": "px"},
         {"name": "dit_calls", "value": result.dit_calls, "unit": "forwards"},
@@ -264,15 +292,17 @@ def request_of(arguments):
     mask = arguments.mask if arguments.mask in WORD_MASKS else None
     sound = arguments.audio_mask
     if sound is not None and sound not in WORD_MASKS:
-        sound = SoundMask.parse(sound, arguments.audio_feather)
+        sound = SoundMask.parse(sound, arguments.audio_feather or 0.0)
+    elif arguments.audio_feather is not None:
+        raise H3Error("--audio-feather softens the ranges of --audio-mask: give ranges (1-2.5), or leave it out")
 
     def default(value, otherwise):
         return otherwise if value is None else value
 
     return RenderRequest(
         prompt=arguments.prompt,
-        size=None if arguments.size is None else _pair(arguments.size, "x", "--size", "WxH, e.g. 1344x768"),
-        ratio=None if arguments.ratio is None else _pair(arguments.ratio, ":", "--ratio", "W:H, e.g. 16:9"),
+        size=None if arguments.size is None else _pair(arguments.size, "x", int, "--size", "WxH, e.g. 1344x768"),
+        ratio=None if arguments.ratio is None else _pair(arguments.ratio, ":", float, "--ratio", "W:H, e.g. 16:9"),
         megapixels=arguments.megapixels,
         frames=arguments.frames,
         first_frame=media(arguments.first_frame),
@@ -299,6 +329,8 @@ def _device(asked: str | None):
 
     name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        if name.split(":")[0] not in ("cuda", "cpu"):
+            raise RuntimeError("the runtime computes on these two only")
         torch.zeros(1, device=name)
         return torch.device(name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -306,11 +338,12 @@ def _device(asked: str | None):
         raise H3Error(f"device {name!r} cannot be used here ({reason}): give cuda or cpu") from None
 
 
-def _pair(text: str, separator: str, option: str, form: str) -> tuple[int, int]:
-    first, found, second = text.lower().partition(separator)
-    if not (found and first.strip().isdigit() and second.strip().isdigit()):
-        raise H3Error(f"{option} {text!r} cannot be read: give {form}")
-    return int(first), int(second)
+def _pair(text: str, separator: str, kind: type, option: str, form: str) -> tuple:
+    number = r"\s*(\d{1,9})\s*" if kind is int else r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*"
+    match = re.fullmatch(number + separator + number, text.lower())
+    if match is None:
+        raise H3Error(f"{option} {text[:40]!r} cannot be read: give {form}")
+    return kind(match[1]), kind(match[2])
 
 
 def model_parts(arguments):

@@ -12,8 +12,8 @@ list of what the reference has nothing to compare with.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 BASELINE = (
     "DiT as released (bf16 with float32 islands), text encoder bf16, video and audio VAE float32, SDPA, TF32 off, "
@@ -67,6 +67,11 @@ class Fidelity:
             words.append("UNPROVEN HERE: " + ", ".join(unproven))
         return " ".join(words)
 
+    @property
+    def causes(self) -> tuple[Entry, ...]:
+        """The parts that make the label weaker than LOSSLESS."""
+        return tuple(part for part in self.parts if part.label > Label.LOSSLESS)
+
     def to_dict(self) -> dict:
         return {
             "label": str(self.label),
@@ -92,9 +97,13 @@ def use(name: str) -> Entry:
     return REGISTRY[name]
 
 
-def compose(names: Iterable[str], beyond: Iterable[str] = (), compute: str = "") -> Fidelity:
-    """The fidelity of a render that ran the paths ``names``."""
-    return Fidelity(tuple(use(name) for name in dict.fromkeys(names)), tuple(beyond), compute)
+def compose(
+    names: Iterable[str], beyond: Iterable[str] = (), compute: str = "", reasons: Mapping[str, str] | None = None
+) -> Fidelity:
+    """The fidelity of a render that ran the paths ``names``; ``reasons`` are this render's own words for some."""
+    own = reasons or {}
+    parts = (replace(use(name), reason=own.get(name, use(name).reason)) for name in dict.fromkeys(names))
+    return Fidelity(tuple(parts), tuple(beyond), compute)
 
 
 _LOSSLESS, _APPROXIMATE = Label.LOSSLESS, Label.APPROXIMATE

@@ -76,6 +76,8 @@ class Placement:
 def place(request: RenderRequest) -> Placement:
     """Read the request's media, choose the canvas and cut everything to it. H3Error for what does not fit."""
     notes: list[str] = []
+    for medium in request.media.values():
+        medium.sha256  # noqa: B018  (taken from the bytes that are read now)
     state = None if request.state is None else load_latent(request.state.path)
     source = None if request.source is None else _read_source(request.source, request.frames)
     keyframes = [

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def make_manifest(result: RenderResult) -> dict:
             for part, info in sorted(result.infos.items())
         },
         "fidelity": result.fidelity.to_dict(),
-        "environment": environment(),
+        "environment": environment(result.device),
         "latent_sha256": latent_hash(result.latent),
     }
 
@@ -85,7 +85,7 @@ def describe_request(request: RenderRequest, result: RenderResult) -> dict:
     """The request with its fitted size, media as name and hash."""
     fitted = with_size(request, result.canvas)
     described = {name: getattr(fitted, name) for name in PLAIN_FIELDS}
-    described["size"] = list(fitted.size)
+    described |= {"size": list(fitted.size), "dtype": result.dtype}
     for name in ("first_frame", "last_frame", "source", "state"):
         described[name] = _describe_media(getattr(request, name))
     described["guides"] = [
@@ -98,7 +98,7 @@ def describe_request(request: RenderRequest, result: RenderResult) -> dict:
         described["sound_mask"] = {f.name: getattr(sound, f.name) for f in fields(sound)}
     else:
         described["sound_mask"] = sound
-    return json.loads(json.dumps(described))
+    return json.loads(json.dumps(described, default=lambda number: number.item()))  # numpy's numbers
 
 
 def _describe_media(media: Media | None) -> dict | None:
@@ -116,14 +116,14 @@ def load_manifest(path: str | Path) -> dict:
     if not path.is_file():
         raise H3Error(f"{path} does not exist: give a .json manifest or an mp4 that this runtime made")
     if path.suffix.lower() == ".json":
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes()
     else:
         text = read_metadata(path).get(METADATA_KEY)
         if text is None:
             raise H3Error(f"{path.name} carries no manifest: it was saved without metadata, or by another program")
     try:
         manifest = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise H3Error(f"{path.name} is not a manifest: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("h3_manifest") != VERSION:
         raise H3Error(f"{path.name} is not a manifest of version {VERSION}: give the file beside a render, or the mp4")
@@ -133,29 +133,40 @@ def load_manifest(path: str | Path) -> dict:
 def request_from(manifest: dict, folders: Iterable[Path]) -> tuple[RenderRequest, list[str]]:
     """The request again, its media found by name in ``folders``; sentences name files whose content differs.
 
-    H3Error when a file cannot be found.
+    H3Error when a file cannot be found, or when the manifest lacks what a request needs.
     """
-    asked, notes, folders = manifest["request"], [], [Path(f) for f in folders]
+    notes, places = [], list(dict.fromkeys(Path(folder) for folder in folders))
+    try:
+        return _request_from(manifest["request"], lambda described: _find(described, places, notes)), notes
+    except (KeyError, TypeError, AttributeError) as error:
+        raise H3Error(f"the manifest is damaged: its request lacks or mistakes {error}; give another copy") from None
 
-    def find(described: dict | None) -> Media | None:
-        if described is None:
-            return None
-        candidates = [folder / described["name"] for folder in folders if (folder / described["name"]).exists()]
-        if not candidates:
-            places = ", ".join(str(f) for f in folders)
-            raise H3Error(f"{described['name']} is needed and stands in none of {places}: add --inputs FOLDER")
-        same = [path for path in candidates if Media(str(path)).sha256 == described["sha256"]]
-        if not same:
-            notes.append(f"{described['name']} has other content than when the manifest was written")
-        return Media(str((same or candidates)[0]))
 
+def _find(described: dict | None, folders: Sequence[Path], notes: list[str]) -> Media | None:
+    """The medium of that name in ``folders``, the one with the same content first."""
+    if described is None:
+        return None
+    name = described["name"]
+    if name != Path(name).name or "\\" in name:  # a manifest may come from anywhere: it names files, never places
+        raise H3Error(f"the manifest names the file {name!r}: only names without folders are read")
+    candidates = [folder / name for folder in folders if (folder / name).exists()]
+    if not candidates:
+        places = ", ".join(str(folder) for folder in folders)
+        raise H3Error(f"{name} is needed and stands in none of {places}: add --inputs FOLDER")
+    same = [path for path in candidates if Media(str(path)).sha256 == described["sha256"]]
+    if not same:
+        notes.append(f"{name} has other content than when the manifest was written")
+    return Media(str((same or candidates)[0]))
+
+
+def _request_from(asked: dict, find: Callable[[dict | None], Media | None]) -> RenderRequest:
     sound = asked["sound_mask"]
     if isinstance(sound, dict):
         ranges, curve = (tuple(tuple(pair) for pair in sound[key]) for key in ("ranges", "curve"))
         sound = SoundMask(ranges=ranges, curve=curve, feather=sound["feather"])
     plain = {name: asked[name] for name in PLAIN_FIELDS if name in asked}
     plain["size"] = tuple(asked["size"])
-    request = RenderRequest(
+    return RenderRequest(
         **plain,
         first_frame=find(asked["first_frame"]),
         last_frame=find(asked["last_frame"]),
@@ -168,7 +179,6 @@ def request_from(manifest: dict, folders: Iterable[Path]) -> tuple[RenderRequest
         mask=find(asked["mask"]) if isinstance(asked["mask"], dict) else asked["mask"],
         sound_mask=sound,
     )
-    return request, notes
 
 
 def differences(old: dict, new: dict, path: str = "") -> list[str]:

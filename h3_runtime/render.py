@@ -11,14 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
 from . import __version__
 from .checkpoint.load import CheckpointInfo, load_audio_vae, load_dit, load_video_vae
 from .checkpoint.parts import PartPaths
-from .checkpoint.reader import fingerprint
+from .checkpoint.reader import fingerprint, listed
 from .errors import H3Error
 from .fidelity import Fidelity, compose
 from .geometry import FPS, TRAINED_FRAMES, Canvas
@@ -29,7 +30,7 @@ from .models.precision import exact_float32
 from .recovery import RecoveryFolder, RunRecovery
 from .request import RenderRequest
 from .sampler import SampleResult, sample
-from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, plan_schedule
+from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, Schedule, plan_schedule
 from .text.encoder import TextEncoder
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -50,6 +51,11 @@ class Models:
         self.infos: dict[str, CheckpointInfo] = {}
         self._loaded: dict[str, torch.nn.Module | TextEncoder] = {}
 
+    @property
+    def cast_to(self) -> str | None:
+        """float32 when the weights are cast up, None when they stay as stored: what a request's ``dtype`` says."""
+        return "float32" if self.dtype == torch.float32 else None
+
     def check(self, task: str) -> None:
         """Raise before any weights are read when a part of the model is missing."""
         self.parts.dit_for(task)
@@ -59,7 +65,8 @@ class Models:
             ("text encoder", self.parts.text_encoder),
         ):
             if path is None:
-                raise H3Error(f"no {name} was found in the model folder: add its file, or name it on its own")
+                unusable = f" (not usable: {listed(self.parts.skipped, '; ')})" if self.parts.skipped else ""
+                raise H3Error(f"no {name} was found in the model folder{unusable}: add its file")
 
     def dit(self, task: str) -> torch.nn.Module:
         """The DiT for ``task`` (t2va, fl2va: FL2VA weights; ref2va: Ref2VA weights)."""
@@ -124,6 +131,8 @@ class RenderResult:
     step_seconds: tuple[float, ...]
     stats: dict = field(default_factory=dict)
     recovery: RunRecovery | None = None
+    device: str = "cpu"
+    dtype: str | None = None  # float32 when the weights were cast up, None as stored
 
     @property
     def canvas(self) -> Canvas:
@@ -150,9 +159,10 @@ def render_request(
     seconds: dict[str, float] = {}
     report = progress or (lambda stage, done, total: None)
     with _timed(seconds, "place"):
+        check_options(request)
         placement = place(request)
         task = "fl2va" if placement.guides else "t2va"
-        check_request(request, placement, models, task)
+        notes = [*placement.notes, *check_request(request, placement, models, task)]
     with _timed(seconds, "encode"):
         report("encode", 0, 1)
         job = encode(request, placement, models)
@@ -161,6 +171,7 @@ def render_request(
         report("load", 0, 1)
         dit = models.dit(task)
         report("load", 1, 1)
+    notes += check_model(job, placement, models)
     with _timed(seconds, "denoise"):
         run = None if recovery is None else run_recovery(recovery, request, job, models)
         if run is not None and not resume:
@@ -174,7 +185,7 @@ def render_request(
         with _timed(seconds, "load VAEs"):
             models.video_vae(), models.audio_vae()
     fidelity = label(job, sampled, models)
-    notes = list(placement.notes) + list(job.text.notes)
+    notes += job.text.notes
     if sampled.resumed_after is not None:
         notes.append(f"taken up after forward {sampled.resumed_after} of {job.num_forwards}, saved by an earlier run")
     elif resume:
@@ -195,6 +206,8 @@ def render_request(
         step_seconds=sampled.step_seconds,
         stats={"rows": sampled.num_rows, "dit_calls": sampled.dit_calls, **sampled.stats},
         recovery=run,
+        device=str(models.device),
+        dtype=models.cast_to,
     )
 
 
@@ -208,25 +221,61 @@ def run_recovery(folder: RecoveryFolder, request: RenderRequest, job: RenderJob,
     return folder.run(fingerprint, job.canvas, task=job.task, prompt=request.prompt, seed=job.seed)
 
 
-def check_request(request: RenderRequest, placement: Placement, models: Models, task: str) -> None:
-    """Everything that can be wrong with a request and is cheap to see."""
+def check_options(request: RenderRequest) -> Schedule:
+    """What can be seen of a request before its media are read."""
     schedule = plan_schedule(
         request.num_forwards, request.denoise, request.start, request.stop, request.video_shift, request.audio_shift
     )
-    if request.source is None and placement.state is None:
+    if request.source is None and request.state is None:
         if schedule.skipped:
             raise H3Error(f"denoise {request.denoise} starts from a clip, and none was given: add --source FILE")
         if request.start > 0:
             raise H3Error(f"start {request.start} needs a saved state or a source clip: add --state or --source FILE")
+    return schedule
+
+
+def check_request(request: RenderRequest, placement: Placement, models: Models, task: str) -> list[str]:
+    """Everything else that can be wrong and is cheap to see; sentences about inputs that will have no effect."""
+    schedule, notes = check_options(request), []
     if placement.state is not None:
-        done = placement.state.info.get("stop")
+        done, sigma = (placement.state.info.get(key) for key in ("stop", "sigma_video"))
         if placement.state.finished:
             raise H3Error(
                 "the saved latent is a finished clip, not a state to go on from: give it as --source to edit it"
             )
         if request.start != done:
             raise H3Error(f"the saved state stopped after forward {done}: continue it with --start {done}")
+        if sigma not in (None, schedule.video[request.start]):
+            raise H3Error(
+                f"the saved state stands at sigma {sigma:.6f} and forward {done} of this schedule at "
+                f"{schedule.video[request.start]:.6f}: give the steps, denoise and shifts that it was made with"
+            )
+    elif request.denoise < 1 and not schedule.skipped:
+        notes.append(f"denoise {request.denoise} of {request.num_forwards} forwards rounds to the full run: no effect")
+    if request.source is not None and placement.masks is None and (schedule.from_noise or placement.state is not None):
+        notes.append(f"{request.source.name} only gave the size: without a mask, denoise or start it has no effect")
     models.check(task)
+    return notes
+
+
+def check_model(job: RenderJob, placement: Placement, models: Models) -> list[str]:
+    """Sentences about a DiT or a saved state that is not what this job is for."""
+    notes, info = [], models.infos["dit"]
+    needed = "ref2va" if job.task == "ref2va" else "fl2va"
+    if info.partition not in (needed, "unknown"):
+        notes.append(f"the task {job.task} is for {needed} weights, and {Path(info.path).name} is {info.partition}")
+    made_by = None if placement.state is None else placement.state.info.get("run")
+    if made_by not in (None, run_fingerprint(job, info, models.cast_to)):
+        notes.append(
+            "the saved state is of another run (its prompt, seed, guides, masks, source or model differ): the clip is "
+            "not what one unbroken run gives"
+        )
+    return notes
+
+
+def run_fingerprint(job: RenderJob, dit: CheckpointInfo, dtype: str | None) -> str:
+    """What all parts of one run have in common, whichever of its forwards they do."""
+    return replace(job, start=0, stop=None, state=None).fingerprint(dit.fingerprint, str(dtype))
 
 
 @exact_float32()
@@ -269,7 +318,8 @@ def encode(request: RenderRequest, placement: Placement, models: Models) -> Rend
 def label(job: RenderJob, sampled: SampleResult, models: Models) -> Fidelity:
     """The render's fidelity from what ran. A checkpoint that is itself approximate makes every render so."""
     infos = models.infos
-    cast = models.dtype == torch.float32
+    cast = models.cast_to is not None and not ("dit" in infos and set(infos["dit"].dtypes) == {"F32"})
+    reasons = {}
     names = ["dit/float32" if cast else "dit/stored", "encoder/float32" if cast else "encoder/stored"]
     names += ["attention/sdpa", "chunks/canonical", "refiner/once", "solver/euler", "recipe/reference"]
     names.append("modulation/tables" if sampled.tables_before_loop else "modulation/by-forward")
@@ -282,9 +332,10 @@ def label(job: RenderJob, sampled: SampleResult, models: Models) -> Fidelity:
     for part, name in (("dit", "dit"), ("video_vae", "video-vae"), ("audio_vae", "audio-vae")):
         if part in infos and infos[part].approximate:
             names.append(f"{name}/file-approximate")
+            reasons[names[-1]] = infos[part].approximate
     if job.state is not None:
         names.append("resume/state")
-    return compose(names, beyond_the_reference(job), "fp32 compute" if cast else "")
+    return compose(names, beyond_the_reference(job), "fp32 compute" if cast else "", reasons)
 
 
 def beyond_the_reference(job: RenderJob) -> list[str]:
@@ -318,7 +369,7 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
     seconds[stage] = time.perf_counter() - began
 
 
-def environment() -> dict[str, str]:
-    """What of the machine decides a render's bits: versions and the kind of device, no names."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {"runtime": __version__, "torch": torch.__version__, "device": device}
+def environment(device: str) -> dict[str, str]:
+    """What of the machine decides a render's bits: versions and the kind of ``device`` it ran on, no names."""
+    kind = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
+    return {"runtime": __version__, "torch": torch.__version__, "device": kind}

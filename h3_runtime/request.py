@@ -13,6 +13,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +43,26 @@ class Media:
     def __post_init__(self):
         if self.path is None and self.frames is None and self.audio is None:
             raise H3Error("an empty picture, clip or sound was given: give a file, pixels or samples")
-        if not self.name:
-            object.__setattr__(self, "name", Path(self.path).name if self.path else "in memory")
+        name = self.name or (Path(self.path).name if self.path else "in memory")
+        # a name that is no valid text (Linux allows it) must not make a manifest unwritable after the work
+        object.__setattr__(self, "name", name.encode("utf-8", "backslashreplace").decode("utf-8"))
 
-    @property
+    @cached_property
     def sha256(self) -> str:
-        """Of the file's bytes; of shapes and values for media in memory. A folder of pictures hashes its files."""
+        """Of the file's bytes; of shapes and values for media in memory. A folder of pictures hashes its files.
+
+        Taken once: a file that changes while its render runs must not change the render's manifest.
+        """
         digest = hashlib.sha256()
         if self.path is not None:
             path = Path(self.path)
-            for file in sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]:
-                with open(file, "rb") as stream:
-                    while block := stream.read(1 << 20):
-                        digest.update(block)
+            try:
+                for file in sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]:
+                    with open(file, "rb") as stream:
+                        while block := stream.read(1 << 20):
+                            digest.update(block)
+            except OSError as error:
+                raise H3Error(f"{path} cannot be read ({error.strerror}): check the name and the rights") from None
             return digest.hexdigest()
         for value in (self.frames, self.audio):
             if value is not None:
@@ -224,6 +232,11 @@ class RenderRequest:
     def __post_init__(self):
         if not isinstance(self.prompt, str):
             raise H3Error(f"the prompt is {type(self.prompt).__name__}: give text")
+        try:
+            self.prompt.encode()
+        except UnicodeEncodeError as error:
+            place = f"character {error.start + 1}"
+            raise H3Error(f"the prompt is no valid text at {place}, which is half a character: retype it") from None
         for name, mask in (("mask", self.mask), ("sound mask", self.sound_mask)):
             if isinstance(mask, str) and mask not in WORD_MASKS:
                 raise H3Error(f"{name} {mask!r}: give a file, keep or all")

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from .job import AVLatent
 from .latents import PartialLatent, save_latent
 from .manifest import METADATA_KEY, dump, make_manifest
 from .media import Mp4Writer, check_output_path
-from .render import Models, Progress, RenderResult
+from .render import Models, Progress, RenderResult, run_fingerprint
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,15 @@ def latent_path(out: Path) -> Path:
     return out.with_suffix(".latent.safetensors")
 
 
+def keep_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
+    """H3Error when a file that this render reads would be replaced or removed by what it writes to ``out``."""
+    written = [out, latent_path(out), out.with_suffix(".json"), out.with_suffix(".report.json")]
+    for read in map(Path, inputs):
+        for path in written:
+            if path.exists() and read.exists() and os.path.samefile(path, read):
+                raise H3Error(f"--out {out} would replace {path.name}, which this render reads: choose another name")
+
+
 def save_clip(
     result: RenderResult,
     models: Models,
@@ -81,7 +91,7 @@ def save_clip(
         sigma_video=job.schedule.video[done],
         sigma_audio=job.schedule.audio[done],
         task=job.task,
-        fingerprint=job.fingerprint(*(info.fingerprint for info in result.infos.values())),
+        run=run_fingerprint(job, result.infos["dit"], result.dtype),
     )
     notes: list[str] = list(result.notes)
     video = None
@@ -89,8 +99,9 @@ def save_clip(
         began = time.perf_counter()
         try:
             video = _write_video(result, models, out, dump(manifest) if metadata else None, progress, notes)
-        except H3Error as error:
-            raise type(error)(f"{error}; the finished latent is kept in {latent}") from error
+        except (H3Error, KeyboardInterrupt) as error:
+            said = str(error) or "stopped while it was decoded"
+            raise type(error)(f"{said}; the finished latent is kept in {latent}") from error
         result.seconds["decode"] = time.perf_counter() - began
         if not keep_latent:
             latent.unlink()
