@@ -6,17 +6,18 @@ sound latent ─▶ left, right ─▶ [2, A * 800] ─cut or padded─▶ exact
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .errors import NonFiniteError
+from .errors import H3Error, NonFiniteError
 from .geometry import Canvas
 from .job import AVLatent
 from .media import fit_audio
 from .models.precision import exact_float32
+from .models.video_vae import VideoVAE
 
 
 class FrameSink(Protocol):
@@ -26,23 +27,52 @@ class FrameSink(Protocol):
         """float32 [1, 3, f, H, W] in [0, 1], in order."""
 
 
+class Decoder(NamedTuple):
+    """One way to decode: ``chunks(latent, start)`` gives the frames of chunk ``start`` and on; ``name`` for the report.
+
+    Ways are tried in order: when one runs out of memory, the next goes on at the chunk that failed.
+    """
+
+    name: str
+    chunks: Callable[[Tensor, int], Iterator[Tensor]]
+
+
 @torch.no_grad()
 @exact_float32()
-def decode_video(vae, latent: AVLatent, sink: FrameSink, progress: Callable[[int, int], None] | None = None) -> int:
-    """Decode into ``sink``; ``progress(done, total)`` per chunk. Returns the number of frames written."""
-    total = vae.decode_chunk_count(latent.video.shape[2])
-    frames = 0
-    for done, chunk in enumerate(vae.decode_chunks(latent.video.to(_device(vae))), start=1):
-        if not bool(torch.isfinite(chunk).all()):
-            raise NonFiniteError(
-                f"chunk {done} of {total} decoded to NaN or infinity: no video was saved; the latent is finite, so "
-                "check the video VAE file"
-            )
-        frames += chunk.shape[2]
-        sink.write(chunk)
-        if progress is not None:
-            progress(done, total)
-    return frames
+def decode_video(
+    decoders: Sequence[Decoder],
+    latent: AVLatent,
+    sink: FrameSink,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[str]:
+    """Decode into ``sink``; ``progress(done, total)`` per chunk. Returns sentences about ways that did not fit.
+
+    Raises NonFiniteError for frames that are not finite, H3Error when the last way runs out of memory.
+    """
+    total = VideoVAE.decode_chunk_count(latent.video.shape[2])
+    done, notes = 0, []
+    for position, decoder in enumerate(decoders):
+        try:
+            for chunk in decoder.chunks(latent.video, done):
+                if not bool(torch.isfinite(chunk).all()):
+                    raise NonFiniteError(
+                        f"chunk {done + 1} of {total} decoded to NaN or infinity: no video was saved; the latent is "
+                        "finite, so check the video VAE file"
+                    )
+                sink.write(chunk)
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+            return notes
+        except torch.OutOfMemoryError as error:
+            if position + 1 == len(decoders):
+                raise H3Error(
+                    f"chunk {done + 1} of {total} did not fit into memory ({decoder.name}): free memory, or decode the "
+                    "saved latent on a machine with more"
+                ) from error
+            following = decoders[position + 1].name
+            notes.append(f"chunk {done + 1} of {total} did not fit ({decoder.name}): went on from it with {following}")
+    raise AssertionError("a render has at least one way to decode")
 
 
 @torch.no_grad()

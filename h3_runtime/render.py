@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from . import __version__
 from .checkpoint.load import CheckpointInfo, load_audio_vae, load_dit, load_video_vae
 from .checkpoint.parts import PartPaths
 from .checkpoint.reader import fingerprint, listed
+from .decode import Decoder
 from .errors import H3Error
 from .fidelity import Fidelity, compose
 from .geometry import FPS, TRAINED_FRAMES, Canvas
@@ -76,6 +78,17 @@ class Models:
 
     def video_vae(self) -> torch.nn.Module:
         return self._load("video_vae", "video_vae", lambda: load_video_vae(self.parts.video_vae, self.device))
+
+    def decoders(self) -> list[Decoder]:
+        """Ways to decode the picture, the next one for when memory runs out: whole on the device, then on the CPU."""
+
+        def chunks(device: torch.device | str, latent: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
+            return self.video_vae().to(device).decode_chunks(latent.to(device), start=start)
+
+        ways = [Decoder(f"resident on {self.device}", partial(chunks, self.device))]
+        if torch.device(self.device).type != "cpu":
+            ways.append(Decoder("on the CPU", partial(chunks, "cpu")))
+        return ways
 
     def audio_vae(self) -> torch.nn.Module:
         return self._load("audio_vae", "audio_vae", lambda: load_audio_vae(self.parts.audio_vae, self.device))

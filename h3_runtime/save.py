@@ -148,7 +148,7 @@ def _decode_to(
         sound = None
     models.done("audio_vae")
     with Mp4Writer(out, canvas.width, canvas.height, canvas.num_frames, sound, tags) as writer:
-        decode_video(models.video_vae(), latent, writer, lambda done, total: report("decode", done, total))
+        notes += decode_video(models.decoders(), latent, writer, lambda done, total: report("decode", done, total))
     models.done("video_vae")
     notes += writer.notes
     return writer.path
