@@ -24,7 +24,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .convrot import hadamard, quantise_rows
+from .convrot import quantise_rows, scratch
 
 LOG = logging.getLogger("h3_runtime.quant")
 
@@ -32,6 +32,7 @@ OPS = ("int8 linear", "float8 linear", "block-scaled float linear", "gguf linear
 INT8, FLOAT8, DEQUANTISED = "int8", "float8", "dequantised"  # arithmetic of a matmul, as counted
 INT_MM, SCALED_MM, KITCHEN = "torch._int_mm", "torch._scaled_mm", "comfy-kitchen"
 
+ACCELERATED = ("cuda", "hip")  # kinds of device that comfy-kitchen has kernels for
 INT8_CAPABILITY = (7, 5)  # first with int8 tensor cores (Turing)
 FLOAT8_CAPABILITY = (8, 9)  # first with float8 tensor cores (Ada)
 KITCHEN_CUDA = (13,)  # comfy-kitchen's CUDA kernels need a torch built with at least this
@@ -42,7 +43,7 @@ MATRIX_CORE_AMD = ("gfx11", "gfx12", "gfx908", "gfx90a", "gfx94", "gfx95")  # RD
 
 CPU_SUMS = 1 << 22  # int32 sums held at a time: 16 MiB, below where malloc asks the system for fresh pages each time
 DEVICE_SUMS = 1 << 25
-SCALED_ROWS = 128  # rows of sums scaled at a time on CPU: they stay in the cache over four passes
+SCALED = 1 << 19  # sums scaled at a time by each CPU thread: they stay in its cache over four passes
 
 
 # ---- what is here
@@ -124,6 +125,8 @@ def kitchen() -> Kitchen:
 
 def kitchen_backend(device: Device, library: Kitchen) -> tuple[str | None, str]:
     """(backend of comfy-kitchen that is right for the card, "") or (None, why there is none)."""
+    if device.kind not in ACCELERATED:
+        return None, f"comfy-kitchen has only a plain PyTorch path for {device}, which is slower than ours"
     if library.missing:
         return None, library.missing
     if device.kind == "cuda":
@@ -133,16 +136,13 @@ def kitchen_backend(device: Device, library: Kitchen) -> tuple[str | None, str]:
             return "triton", ""
         if "cuda" in library.backends:
             return None, "comfy-kitchen's CUDA kernels need a PyTorch built with CUDA 13 or newer"
-        return None, "comfy-kitchen has no kernel switched on for this card"
-    if device.kind == "hip":
-        if "hip" in library.backends:
-            return "hip", ""
-        if "triton" in library.backends and library.triton >= TRITON_ON_AMD:
-            if device.architecture.startswith(MATRIX_CORE_AMD):
-                return "triton", ""
-            return None, f"{device.architecture} has no matrix cores for comfy-kitchen's Triton kernels"
-        return None, "comfy-kitchen has no kernel switched on for this card"
-    return None, "comfy-kitchen has only its plain PyTorch path here, which is slower than ours"
+    elif "hip" in library.backends:
+        return "hip", ""
+    elif "triton" in library.backends and library.triton >= TRITON_ON_AMD:
+        if device.architecture.startswith(MATRIX_CORE_AMD):
+            return "triton", ""
+        return None, f"{device} has no matrix cores for comfy-kitchen's Triton kernels"
+    return None, "comfy-kitchen has no kernel switched on for this card"
 
 
 def choose_int8(
@@ -208,8 +208,9 @@ def allowed(device: Device) -> tuple[Allowed, ...]:
 def _choice(op: str, name: str) -> KernelChoice:
     place, device = torch.device(name), Device.of(name)
     if op == OPS[0]:
+        library = kitchen() if device.kind in ACCELERATED else Kitchen()  # its import takes seconds
         made = choose_int8(
-            device, kitchen(), lambda: _attempt(_probe_int_mm, place), lambda on: _attempt(_probe_kitchen, place, on)
+            device, library, lambda: _attempt(_probe_int_mm, place), lambda on: _attempt(_probe_kitchen, place, on)
         )
     elif op == OPS[1]:
         made = choose_float8(device, lambda: _attempt(_probe_scaled_mm, place))
@@ -315,9 +316,9 @@ def int8_linear(
     out = torch.empty(rows, columns, dtype=dtype, device=values.device)
     on_cpu = values.device.type == "cpu"
     budget = CPU_SUMS if on_cpu else DEVICE_SUMS
-    height = min(rows, 4096)
-    width = min(columns, max(64, budget // max(height, 1) // 64 * 64))  # tall pieces: the weight is repacked per call
-    store = torch.empty(height * width, dtype=torch.int32, device=values.device)
+    height = max(1, min(rows, 4096))
+    width = min(columns, max(64, budget // height // 64 * 64))  # tall pieces: the weight is repacked per call
+    store = scratch("sums", (height * width,), torch.int32, values.device)
     for top in range(0, rows, height):
         bottom = min(top + height, rows)
         for left in range(0, columns, width):
@@ -332,7 +333,9 @@ def int8_linear(
 
 def _scale_into(out: Tensor, sums: Tensor, scale: Tensor, per_column: Tensor, added: Tensor | None) -> None:
     """out <- sums * per_column * scale + added; the float32 values overwrite the int32 sums, which are spent."""
-    step = SCALED_ROWS if sums.device.type == "cpu" else max(1, sums.shape[0])
+    step = max(1, sums.shape[0])
+    if sums.device.type == "cpu":
+        step = max(1, SCALED * torch.get_num_threads() // sums.shape[1])
     floats = sums.view(torch.float32)
     for start in range(0, sums.shape[0], step):
         rows = slice(start, start + step)
@@ -431,4 +434,3 @@ def forget_choices() -> None:
     _choice.cache_clear()
     kitchen.cache_clear()
     kitchen_module.cache_clear()
-    hadamard.cache_clear()

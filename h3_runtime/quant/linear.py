@@ -121,6 +121,7 @@ class QuantisedLinear(nn.Module):
         """x [.., in_features] -> what ``rows`` takes."""
         return Prepared(x.reshape(-1, x.shape[-1]), None, x.dtype, x.shape[:-1])
 
+    @torch.no_grad()
     def rows(self, x: Tensor | Prepared, start: int, stop: int) -> Tensor:
         """Outputs start..stop [.., stop - start] in the input's dtype; x is an input or what ``prepare`` made of it."""
         prepared = x if isinstance(x, Prepared) else self.prepare(x)
@@ -129,6 +130,7 @@ class QuantisedLinear(nn.Module):
         kernels.COUNTS.add(self.number_type, arithmetic)
         return y.view(*prepared.lead, stop - start)
 
+    @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """[.., in_features] -> [.., out_features] in x's dtype."""
         return self.rows(self.prepare(x), 0, self.out_features)
