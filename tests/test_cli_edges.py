@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from h3_runtime import cli
+from h3_runtime.checkpoint.reader import SafetensorsFile
 from h3_runtime.demo.maker import make_model
 from h3_runtime.demo.run import disc, guided, text_to_video, tone, write_sound
 from h3_runtime.errors import H3Error
 from h3_runtime.guides import place
+from h3_runtime.manifest import load_manifest, request_from
 from h3_runtime.media import Mp4Writer, read_audio, write_image
 from h3_runtime.request import GuideRequest, Media, RenderRequest, SoundMask
 from h3_runtime.sampler import draw_noise
@@ -113,7 +117,7 @@ def test_media_in_memory_are_checked():
         {"audio": torch.zeros(2, 0)},
         {"audio": torch.full((2, 800), float("nan"))},
     ):
-        with pytest.raises(H3Error, match="m has|of m holds"):
+        with pytest.raises(H3Error, match=r"m has|of m holds"):
             place(with_guide(**bad))
     placed = place(with_guide(frames=torch.zeros(7, 64, 96, 3, dtype=torch.uint8), audio=np.zeros((2, 801), np.int16)))
     assert placed.guides[0].frames.shape == (5, 64, 96, 3) and placed.guides[0].audio.shape == (2, 1600)
@@ -166,3 +170,148 @@ def test_the_demo_can_be_repeated_from_its_manifest(tmp_path):
     assert [Path(medium.path).parent for medium in requests[1].media.values()] == [tmp_path] * 3
     assert torch.equal(read_audio(tmp_path / "tone.wav")[0], read_audio(tmp_path / "tone.wav")[1])
     assert (read_audio(tmp_path / "tone.wav") - tone(440.0, 0.5)).abs().max() < 1e-4
+
+
+def test_what_a_render_reads_is_never_overwritten(render, pixels):
+    assert render("--stop", 1, steps=2, out="part.mp4")[0] == 0
+    state = pixels / "part.latent.safetensors"
+    before = {path.name: path.read_bytes() for path in pixels.iterdir()}
+    continued = ["--state", state, "--start", 1]
+    refused(
+        render(*continued, out="part.mp4", steps=2, size=None, frames=None), "would replace part.latent.safetensors"
+    )
+    refused(render("--source", pixels / "clip.mp4", "--denoise", 0.5, out="clip.mp4"), "would replace clip.mp4")
+    again = {"prompt": None, "size": None, "frames": None, "steps": None}
+    refused(render("--from", pixels / "part.json", out="part.mp4", **again), "would replace part.json")
+    assert {path.name: path.read_bytes() for path in pixels.iterdir()} == before
+
+
+def test_a_state_goes_on_only_where_it_stood(render, tmp_path):
+    assert render("--stop", 1, steps=2, out="part.mp4")[0] == 0
+    go_on = ["--state", tmp_path / "part.latent.safetensors", "--start", 1]
+    fixed = {"size": None, "frames": None}
+    refused(render(*go_on, steps=3, **fixed), "stands at sigma", "give the steps, denoise and shifts")
+    refused(render(*go_on, "--video-shift", 5, steps=2, **fixed), "stands at sigma")
+    refused(render(*go_on, "--mask", "keep", steps=2, **fixed), "part.latent.safetensors holds none: add --source")
+    status, _, words = render(*go_on, steps=2, **fixed)
+    assert status == 0 and "another run" not in words
+    status, _, words = render(*go_on, "--seed", 4, steps=2, **fixed)
+    assert status == 0 and "the saved state is of another run" in words
+
+
+def test_a_source_without_effect_is_told(render, pixels):
+    _, _, words = render("--source", pixels / "clip.mp4", "--denoise", 0.9)
+    assert "denoise 0.9 of 1 forwards rounds to the full run" in words
+    assert "clip.mp4 only gave the size" in words
+
+
+DAMAGE = {
+    "size": {"size": None},
+    "guides": {"guides": [{}]},
+    "medium": {"first_frame": "p.png"},
+    "sound mask": {"sound_mask": {"ranges": [], "curve": []}},
+    "place": {"source": {"name": "../p.png", "sha256": ""}},
+    "windows place": {"source": {"name": "..\\p.png", "sha256": ""}},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_manifest_is_one_sentence(damage):
+    whole = {"size": [96, 64], "frames": 22, "prompt": "", "guides": [], "sound_mask": None, "mask": None}
+    whole |= dict.fromkeys(("first_frame", "last_frame", "source", "state"))
+    request_from({"request": whole}, [])
+    for damaged in ({"request": whole | DAMAGE[damage]}, {"h3_manifest": 1}):
+        with pytest.raises(H3Error, match=r"the manifest (is damaged|names the file)"):
+            request_from(damaged, [])
+
+
+def test_a_manifest_that_is_no_text(tmp_path):
+    for name, content in (("bytes.json", b"\xff\xfe{"), ("deep.json", b"[" * 100_000), ("list.json", b"[]")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(H3Error, match=f"{name} is not a manifest"):
+            load_manifest(tmp_path / name)
+
+
+def test_half_precision_vaes_stand_in_label_and_manifest(render, model, tmp_path):
+    """Also when only the decode needs them; and the label says which file."""
+    folder = tmp_path / "half"
+    shutil.copytree(model, folder)
+    half = {name: tensor.half() for name, tensor in load_file(model / "video_vae.safetensors").items()}
+    save_file(half, folder / "video_vae.safetensors", SafetensorsFile(model / "video_vae.safetensors").metadata)
+    status, _, words = render(folder=folder)
+    assert status == 0, words
+    assert "APPROXIMATE: the video VAE file video_vae.safetensors stores" in words
+    manifest = json.loads((tmp_path / "o.json").read_text())
+    assert sorted(manifest["models"]) == ["audio_vae", "dit", "text_encoder", "video_vae"]
+    parts = {part["name"]: part["reason"] for part in manifest["fidelity"]["parts"]}
+    assert "video_vae.safetensors" in parts["video-vae/file-approximate"]
+
+
+def test_a_truncated_part_is_named_with_its_reason(render, model, tmp_path):
+    folder = tmp_path / "short"
+    shutil.copytree(model, folder)
+    whole = (model / "audio_vae.safetensors").read_bytes()
+    (folder / "audio_vae.safetensors").write_bytes(whole[: len(whole) // 2])
+    refused(render(folder=folder), "no audio VAE was found", "is truncated")
+
+
+OPTIONS = {
+    "feather alone": (["--audio-feather", "0.1"], "softens the ranges of --audio-mask"),
+    "feather on a word": (["--audio-mask", "keep", "--audio-feather", "0.1"], "softens the ranges"),
+    "inputs alone": (["--inputs", "."], "add --from MANIFEST"),
+    "resume without": (["--resume", "--no-recovery"], "leave one of them out"),
+    "superscript": (["--size", "\u00b2x3"], "cannot be read: give WxH"),
+    "endless": (["--size", "9" * 5000 + "x64"], "cannot be read: give WxH"),
+    "device": (["--device", "meta"], "give cuda or cpu"),
+    "unknown device": (["--device", "foo"], "give cuda or cpu"),
+    "half a character": (["--prompt", "a\udcffb"], "no valid text at character 2"),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_that_would_be_ignored_or_crash(render, case):
+    arguments, sentence = OPTIONS[case]
+    refused(render(*arguments, size=None, steps=None), sentence)
+
+
+def test_a_ratio_of_the_cinema():
+    arguments = cli.build_parser().parse_args(
+        ["render", "--model", ".", "--out", "o.mp4", "--prompt", "", "--ratio", "2.39:1"]
+    )
+    assert cli.request_of(arguments).ratio == (2.39, 1.0)
+
+
+def test_memory_that_is_not_enough_is_a_sentence(render, monkeypatch):
+    def full(*arguments, **options):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory\nframe 1")
+
+    monkeypatch.setattr("h3_runtime.render.place", full)
+    refused(render(), "the memory was not enough")
+
+
+def test_a_medium_is_hashed_as_it_was_read(pixels):
+    medium = Media(str(pixels / "p.png"))
+    request = RenderRequest("", (96, 64), frames=22, first_frame=medium)
+    place(request)
+    before = medium.sha256
+    (pixels / "p.png").unlink()
+    assert medium.sha256 == before
+    with pytest.raises(H3Error, match=r"p\.png cannot be read"):
+        place(RenderRequest("", (96, 64), first_frame=Media(str(pixels / "p.png"))))
+
+
+def test_names_that_are_no_text_can_be_saved():
+    name = Media("/x/caf\udce9.png").name
+    assert json.loads(json.dumps(name).encode()) == "caf\\udce9.png"
+    name.encode()
+
+
+def test_progress_without_a_terminal_is_told_now_and_then(monkeypatch, capsys):
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(cli.time, "monotonic", lambda: next(clock))
+    say = cli._Say(to_stderr=False)
+    for done in range(1, 6):
+        say.progress("denoise", done, 5)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "denoise 5/5" and 2 <= len(lines) <= 4
+    assert "s left" in lines[0]
