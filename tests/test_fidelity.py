@@ -13,6 +13,7 @@ from h3_runtime.fidelity import REGISTRY, Label, compose, register, use
 from h3_runtime.geometry import Canvas
 from h3_runtime.guides import place
 from h3_runtime.job import AVLatent, Guide, Masks, RenderJob, TextCondition
+from h3_runtime.lora import Lora, apply, plan
 from h3_runtime.models import attention, dit
 from h3_runtime.render import Models, beyond_the_reference, label
 from h3_runtime.request import Media, RenderRequest
@@ -161,6 +162,32 @@ def half_file(name: str, loader: str, run):
     return proof
 
 
+def foreign_condition(model, monkeypatch):
+    """Posterior means, as other programs encode keyframes, are another clip than the reference's recipe gives."""
+    pixels = (noise(1, 64, 96, 3).abs() * 80).clamp(0, 255).to(torch.uint8)
+    ours, theirs = (
+        job(guides=(Guide(0, latent),))
+        for latent in (model.video_vae.encode_condition(pixels), model.video_vae.encode_mean(pixels))
+    )
+    return not same(latent(model.dit, ours), latent(model.dit, theirs))
+
+
+def lora(model, monkeypatch):
+    from safetensors.torch import save_file
+
+    file = model.folder / "lora.safetensors"
+    name = "diffusion_model.blocks.0.attn.out_proj"
+    linear = model.dit.blocks[0].attn.out_proj
+    factors = {"lora_down": noise(2, linear.in_features), "lora_up": noise(linear.out_features, 2, seed=1)}
+    save_file({f"{name}.{key}.weight": value * 0.1 for key, value in factors.items()}, file)
+    base = latent(model.dit, job())
+    applied = apply(model.dit, plan(model.dit, [Lora(file)]), mode="side")
+    with_lora = latent(model.dit, job())
+    applied.remove()
+    assert same(base, latent(model.dit, job()))
+    return not same(base, with_lora)
+
+
 def other_tile(model, monkeypatch):
     video = noise(1, 24, 7, 20, 18)
     return not torch.equal(model.video_vae.decode(video), model.video_vae.decode(video, tile=192))
@@ -190,6 +217,8 @@ PROOFS = {
     "audio-vae/float32": sound_twice,
     "audio-vae/file-approximate": half_file("audio_vae", "load_audio_vae", lambda m: m.decode(noise(1, 32, 2, 5))),
     "resume/state": resumed,
+    "condition/foreign": foreign_condition,
+    "dit/lora": lora,
 }
 
 
