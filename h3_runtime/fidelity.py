@@ -15,6 +15,8 @@ import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 BASELINE = (
     "DiT as released (bf16 with float32 islands), text encoder bf16, video and audio VAE float32, SDPA, TF32 off, "
     "Euler, 49 forwards, shifts 12 and 3, reference noise and recipe, VAE tiles of 256 px"
@@ -106,11 +108,50 @@ def compose(
     return Fidelity(tuple(parts), tuple(beyond), compute)
 
 
+def _no_card(capability: tuple[int, int] = (0, 0), amd: bool = False) -> Callable[[], str | None]:
+    """Why a kernel for NVIDIA cards of ``capability`` (or AMD cards too) cannot run here."""
+
+    def reason() -> str | None:
+        if not torch.cuda.is_available():
+            return "no GPU here"
+        if torch.version.hip:
+            return None if amd else "needs an NVIDIA card"
+        found = torch.cuda.get_device_capability()
+        return None if found >= capability else f"needs compute capability {capability[0]}.{capability[1]}"
+
+    return reason
+
+
 _LOSSLESS, _APPROXIMATE = Label.LOSSLESS, Label.APPROXIMATE
 
 register("dit/stored", _LOSSLESS, "the DiT computes in the dtype its file stores, float32 islands kept: the baseline")
 register("dit/float32", _LOSSLESS, "the stored weights cast up to float32: the baseline of that compute dtype")
 register("dit/file-approximate", _APPROXIMATE, "the DiT file itself is not the released precision")
+for _part, _whose in (("dit", "the DiT"), ("encoder", "the text encoder"), ("video-vae", "the video VAE's decoder")):
+    register(f"{_part}/int8-convrot", _APPROXIMATE, f"{_whose} in INT8, inputs rotated in groups and rounded per row")
+    register(f"{_part}/int8", _APPROXIMATE, f"{_whose} in INT8, inputs rounded per row")
+    register(f"{_part}/fp8", _APPROXIMATE, f"{_whose} in FP8 weights (e4m3 or e5m2)")
+for _part, _whose in (("dit", "the DiT"), ("encoder", "the text encoder")):
+    register(f"{_part}/nvfp4", _APPROXIMATE, f"{_whose} in NVFP4: 4-bit floats, a scale per 16")
+    register(f"{_part}/mxfp8", _APPROXIMATE, f"{_whose} in MXFP8: FP8 weights, a power of two per 32")
+    register(f"{_part}/convrot-w4a4", _APPROXIMATE, f"{_whose} in rotated 4-bit weights, inputs at 8 bits")
+    register(f"{_part}/asym-w4a8", _APPROXIMATE, f"{_whose} in 4-bit codes of a codebook, inputs at 8 bits")
+    register(f"{_part}/gguf", _APPROXIMATE, f"{_whose} in GGUF blocks (Q8_0 ... Q2_K), decoded as they are used")
+register("dit/pruned-curve", _APPROXIMATE, "AdaLN pruned to a curve over t: about 2e-3 from the full projections")
+register("kernel/int8-int-mm", _APPROXIMATE, "int8 x int8 with int32 sums by torch._int_mm: inputs are rounded")
+register(
+    "kernel/int8-comfy-kitchen",
+    _APPROXIMATE,
+    "int8 x int8 with int32 sums by comfy-kitchen's fused kernel: inputs are rounded",
+    _no_card((7, 5), amd=True),
+)
+register("kernel/int8-dequantised", Label.EXACT_MATH, "weights decoded as they are used, inputs as they are")
+register(
+    "kernel/float8-scaled-mm", _APPROXIMATE, "float8 tensor cores: inputs are rounded to e4m3 per row", _no_card((8, 9))
+)
+register("kernel/float8-dequantised", Label.EXACT_MATH, "weights decoded as they are used, inputs as they are")
+register("kernel/block-scaled-float-dequantised", Label.EXACT_MATH, "weights decoded as they are used")
+register("kernel/gguf-dequantised", Label.EXACT_MATH, "weights decoded as they are used, inputs as they are")
 register("attention/sdpa", _LOSSLESS, "PyTorch's SDPA in canonical head groups: the baseline's kernel")
 register("chunks/canonical", _LOSSLESS, "fixed row chunks and head groups, the same on every card: the baseline's")
 register("refiner/once", _LOSSLESS, "text rows are refined once a request: a constant is computed once")
@@ -123,6 +164,7 @@ register("schedule/shifts", _APPROXIMATE, "shifts other than 12 (picture) and 3 
 register("recipe/reference", _LOSSLESS, "conditions sampled with seed 42 and rounded to fp16, as the reference does")
 register("encoder/stored", _LOSSLESS, "the text encoder computes in the dtype its file stores")
 register("encoder/float32", _LOSSLESS, "the text encoder's weights cast up to float32")
+register("encoder/file-approximate", _APPROXIMATE, "the text encoder file itself is not the released precision")
 register("video-vae/float32", _LOSSLESS, "float32 weights and compute, tiles of 256 px: the baseline")
 register("video-vae/file-approximate", _APPROXIMATE, "the video VAE file is not float32: pixels move by about 1e-3")
 register("video-vae/layer-major", _LOSSLESS, "each layer applied to every tile of a chunk in turn, at batch 1")
@@ -131,5 +173,8 @@ register("video-vae/other-tile", _APPROXIMATE, "the decoder was trained on 256 p
 register("audio-vae/float32", _LOSSLESS, "float32, two mono passes: the baseline")
 register("audio-vae/file-approximate", _APPROXIMATE, "the audio VAE file is not float32")
 register("resume/state", _LOSSLESS, "a run continued from a saved float32 state walks the same bits")
+<<<<<<< HEAD
 register("condition/foreign", _APPROXIMATE, "a prompt, guide or reference encoded by another program's code")
 register("dit/lora", _APPROXIMATE, "LoRAs on the weights: the result is another model's than the release's")
+=======
+>>>>>>> 1df8bc4 (Checkpoints: quantised layers by layer, GGUF, pruned AdaLN, online quantisation, text encoder layer by layer; labels of each with their proofs)

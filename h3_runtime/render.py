@@ -342,10 +342,10 @@ def label(job: RenderJob, sampled: SampleResult, models: Models) -> Fidelity:
     names += [] if shifts else ["schedule/shifts"]
     names += ["schedule/reference"] if steps and shifts else []
     names += ["video-vae/float32", "video-vae/chunk-stream", "audio-vae/float32"]
-    for part, name in (("dit", "dit"), ("video_vae", "video-vae"), ("audio_vae", "audio-vae")):
-        if part in infos and infos[part].approximate:
-            names.append(f"{name}/file-approximate")
-            reasons[names[-1]] = infos[part].approximate
+    for info in infos.values():
+        names += info.paths
+        if info.approximate:
+            reasons.update({path: info.approximate for path in info.paths if not path.startswith("kernel/")})
     if job.state is not None:
         names.append("resume/state")
     return compose(names, beyond_the_reference(job), "fp32 compute" if cast else "", reasons)

@@ -345,8 +345,6 @@ def test_wrong_part_and_unknown_files_say_what_they_are(tmp_path):
         "not DiT in the ComfyUI layout: it has no",
         "not DiT in the diffusers layout: it has no",
     )
-    assert_refused(load_dit, GOLDEN / "e_int8_convrot.safetensors", "is quantised")
-    assert_refused(load_dit, GOLDEN / "d_curve_comfy.safetensors", "is pruned")
 
 
 # ---------------------------------------------------------------- finding the parts

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import logging
 import os
-import shutil
+import re
 import subprocess
 import sys
 import types
@@ -341,7 +341,7 @@ def test_library(): pytest.importorskip("a_library_nobody_has")
 @pytest.mark.skipif(True, reason="marked")
 def test_marked(): pass
 @pytest.mark.parametrize("case", [1, 2])
-def test_later(incomplete, case): incomplete("golden group quant", "not built")
+def test_later(incomplete, case): incomplete("a later proof", "not built")
 def test_host(incomplete): incomplete("door in the host", "no checkout", needs="comfyui")
 """
 
@@ -353,7 +353,10 @@ def suite(tmp_path):
     def run(files: dict[str, str], *options: str) -> tuple[int, list[str]]:
         (tmp_path / "tests").mkdir()
         (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\ntestpaths = ["tests"]\n')
-        shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
+        conftest = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+        named = re.sub(r"^LATER.*", 'LATER = ("a later proof",)', conftest, flags=re.MULTILINE)
+        assert named != conftest
+        (tmp_path / "tests" / "conftest.py").write_text(named, encoding="utf-8")
         for name, text in files.items():
             (tmp_path / "tests" / name).write_text(text)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *options]
@@ -380,7 +383,7 @@ def test_every_skip_is_told(suite):
         "proofs: 5 incomplete that are accepted (comes later: 2, needs browser: 1, needs comfyui: 1, needs gpu: 1)",
         "PROOF INCOMPLETE: tests/test_sample.py::test_gpu, no CUDA device (needs gpu)",
         "PROOF INCOMPLETE: tests/test_sample.py::test_page, no Chromium (needs browser)",
-        "PROOF INCOMPLETE: golden group quant, not built [2 times] (comes later)",
+        "PROOF INCOMPLETE: a later proof, not built [2 times] (comes later)",
         "PROOF INCOMPLETE: door in the host, no checkout (needs comfyui)",
     ]
     assert "1 passed" in lines[-1]

@@ -20,6 +20,8 @@ from h3_runtime.request import Media, RenderRequest
 from h3_runtime.sampler import sample
 from h3_runtime.text.encoder import TextEncoder
 
+from .quantised_proofs import PROOFS as QUANTISED
+
 CANVAS = Canvas.fit(22, (96, 64))
 
 
@@ -194,6 +196,7 @@ def other_tile(model, monkeypatch):
 
 
 PROOFS = {
+    **QUANTISED,
     "dit/stored": twice("stored", job()),
     "dit/float32": twice("dit", job()),
     "dit/file-approximate": half_file("dit", "load_dit", lambda m: latent(m, job()).video),

@@ -22,14 +22,13 @@ from h3_runtime.verify.folder import Golden, compare
 GOLDEN = Path(__file__).parent / "golden"
 INDEX = json.loads((GOLDEN / "index.json").read_text(encoding="utf-8"))
 GROUPS = list(dict.fromkeys(case["group"] for case in INDEX["cases"]))
-LATER = ("quant", "quant_linear", "curve")
 
 
 def copied(target: Path, *parts: str) -> Path:
     """A folder with those golden cases whose id contains one of ``parts``, and the weight files of their groups."""
     kept = [case for case in INDEX["cases"] if any(part in case["id"] for part in parts)]
     weights = [case for case in INDEX["cases"] if not case["inputs"] and case["file"].endswith("comfy.safetensors")]
-    kept += [case for case in weights if case not in kept and case["group"] not in LATER]
+    kept += [case for case in weights if case not in kept]
     target.mkdir(exist_ok=True)
     for name in {case["file"] for case in kept}:
         shutil.copyfile(GOLDEN / name, target / name)
@@ -74,11 +73,9 @@ def results() -> list[CaseResult]:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_golden_group(results, group, incomplete):
+def test_golden_group(results, group):
     chosen = [result for result in results if result.group == group]
     assert [result.id for result in chosen] == [case["id"] for case in INDEX["cases"] if case["group"] == group]
-    if group in LATER and all(result.status == "not built" for result in chosen):
-        incomplete(f"golden group {group}", "not built until the checkpoints issue")
     assert all(result.passed for result in chosen), "\n".join(["", *format_lines(chosen)])
 
 
@@ -87,8 +84,6 @@ def test_every_stored_output_is_compared(results):
     found = {result.id: {output.name for output in result.outputs} for result in results}
     files = [f"b_dit_{word}.safetensors" for word in ("comfy", "raw", "diffusers")]
     for case in INDEX["cases"]:
-        if case["group"] in LATER:
-            continue
         if "*" in case["config"].get("weights", ""):
             assert {f"{name} [{file}]" for name in case["outputs"] for file in files} <= found[case["id"]]
         else:

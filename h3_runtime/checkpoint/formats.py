@@ -29,6 +29,7 @@ from .reader import TensorSource, listed
 from .text_layout import is_text_encoder
 
 PARTS = {"dit": "DiT", "video_vae": "video VAE", "audio_vae": "audio VAE"}
+TITLES = {**PARTS, "text_encoder": "text encoder"}
 LAYOUTS = {"official": "official", "diffusers": "diffusers", "comfyui": "ComfyUI"}
 DIT_PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 # in an all-in-one file these belong to other parts and are left alone
@@ -93,7 +94,7 @@ class CheckpointFormat:
 
     @property
     def title(self) -> str:
-        return f"{PARTS[self.part]} in the {LAYOUTS[self.name]} layout"
+        return f"{TITLES[self.part]} in the {LAYOUTS.get(self.name, self.name)} layout"
 
     def answers_to(self, layout: str) -> bool:
         return layout == self.name or layout in self.aliases

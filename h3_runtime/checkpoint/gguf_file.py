@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..quant.gguf import BLOCK_TYPES, block_type
 from .reader import TensorEntry, TensorSource, listed, open_binary, open_source, read_into, refuse_unfinished
 
 MAGIC = b"GGUF"
@@ -35,43 +36,6 @@ MAX_DIMS = 8
 MAX_TEXT = 1 << 20  # bytes of one string
 MAX_HEADER_BYTES = 100_000_000
 
-# number of the format -> its word, values in a block, bytes of a block (ggml's public table)
-BLOCKS: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    9: ("Q8_1", 32, 40),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66),
-    17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18),
-    21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136),
-    24: ("I8", 1, 1),
-    25: ("I16", 1, 2),
-    26: ("I32", 1, 4),
-    27: ("I64", 1, 8),
-    28: ("F64", 1, 8),
-    29: ("IQ1_M", 256, 56),
-    30: ("BF16", 1, 2),
-    34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17),
-    40: ("NVFP4", 64, 36),
-}
-BY_WORD = {word: (values, nbytes) for word, values, nbytes in BLOCKS.values()}
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 PLAIN |= {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 
@@ -79,6 +43,11 @@ PLAIN |= {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, LIST = 8, 9
 SHOWN_LIST = 16  # longer lists (tokenisers) are walked over, not kept
+
+
+def is_quantised_type(dtype: str) -> bool:
+    """Whether ``dtype`` is the word of a GGUF type whose values stand in blocks (Q8_0, Q4_K ...)."""
+    return dtype not in PLAIN and any(block.name == dtype and block.values > 1 for block in BLOCK_TYPES.values())
 
 
 class GGUFFile:
@@ -98,6 +67,8 @@ class GGUFFile:
             self.size = os.fstat(file.fileno()).st_size
             head = _Head(self.path, file, self.size)
             self.header, self.metadata = _parse(head)
+        if not self.header:
+            raise CheckpointError(f"{self.path} is a GGUF file without tensors; download it again.")
         self.dtypes = {name: entry.dtype for name, entry in self.header.items()}
         self.shapes = {name: self._shape(name, entry) for name, entry in self.header.items()}
         extra = self.size - max((entry.stop for entry in self.header.values()), default=self.size)
@@ -134,8 +105,9 @@ class GGUFFile:
         if entry.dtype in PLAIN:
             shape, dtype = self.shapes[name], PLAIN[entry.dtype]
         else:
-            values, size = BY_WORD[entry.dtype]
-            shape, dtype = (math.prod(entry.shape[:-1]), entry.shape[-1] // values * size), torch.uint8
+            block = block_type(entry.dtype)
+            row = entry.shape[-1] // block.values * block.nbytes
+            shape, dtype = (math.prod(entry.shape[:-1]), row), torch.uint8
         if out is None:
             out = torch.empty(shape, dtype=dtype)
         assert out.dtype == dtype and tuple(out.shape) == shape, (out.dtype, out.shape, entry)
@@ -285,17 +257,17 @@ def _placed(head: _Head, infos: list, start: int) -> dict[str, TensorEntry]:
     for name, shape, kind, offset in infos:
         if name in entries:
             raise head.damaged(f"{name!r} appears twice")
-        if kind not in BLOCKS:
+        block = BLOCK_TYPES.get(kind)
+        if block is None:
             raise CheckpointError(
                 f"{head.path}: {name} has the GGUF type {kind}, which this version does not know; use a file of a "
-                f"known one ({listed(w for w in BY_WORD if w.startswith('Q'))})."
+                f"known one ({listed(known.name for known in BLOCK_TYPES.values())})."
             )
-        word, values, size = BLOCKS[kind]
         width = shape[-1] if shape else 1
-        if width % values:
-            raise head.damaged(f"{name!r} is {word} with rows of {width:,} values, which are no blocks of {values}")
+        if width % block.values:
+            raise head.damaged(f"{name!r} has rows of {width:,} values, which are no {block.name} blocks")
         first = start + offset
-        entries[name] = TensorEntry(word, shape, first, first + math.prod(shape) // values * size)
+        entries[name] = TensorEntry(block.name, shape, first, first + math.prod(shape) // block.values * block.nbytes)
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     _check_extent(head, entries)
     return entries

@@ -1,20 +1,20 @@
-"""From files to modules: check everything, then read tensor by tensor.
+"""From files to modules: check everything, then read piece by piece.
 
     path --open_checkpoint--> shapes --from_shapes--> config --> module on meta --compare--> every problem named
-                                                                                  --fill--> read, transform, check,
-                                                                                            cast, assign, next
+                                                                                  --fill--> read, transform, decode or
+                                                                                            quantise, cast, assign, next
 
 Nothing is read before all names, shapes and number types fit. Host memory while loading is what stays resident plus
-one tensor and its transform. Weights keep their stored number type; the DiT's float32 islands are float32 whatever
-they are stored in, and both VAEs always are.
+one tensor and its transform. Weights keep their stored number type, quantised layers their own; the DiT's float32
+islands are float32 whatever they are stored in, and what is not quantised in a VAE always is.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,44 +25,50 @@ from ..models.attention import inverse_frequencies
 from ..models.audio_vae import AudioVAE, AudioVAEConfig
 from ..models.dit import DiT, DiTConfig
 from ..models.video_vae import VideoVAE, VideoVAEConfig
-from .formats import PARTS
+from .info import CheckpointInfo, describe, on_device
 from .opening import Checkpoint, find_partition, open_checkpoint, settings_for
-from .reader import fingerprint, listed
+from .pieces import Online, Pieces, assign
+from .quantised import misfits
+from .reader import listed
 
 NUMBER_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # what weights are stored in
+CAST_TYPES = {**NUMBER_TYPES, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # ... and biases, norms
 ROPE = "rope.inv_freq"
 ROPE_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class CheckpointInfo:
-    """What was loaded. ``dtypes`` counts tensors by stored number type; ``approximate`` says why a render from these
-    weights cannot be exact (None: it can)."""
+class OpenedPart:
+    """A part checked and ready to be read: its module on the meta device (linears not yet replaced), how each piece is
+    made, and what is known of it before a weight is read."""
 
-    path: str
-    format: str
-    part: str
-    partition: str  # fl2va, ref2va or unknown (VAEs: unknown)
-    dtypes: dict[str, int]
-    nbytes: int
-    fingerprint: str
-    notes: tuple[str, ...] = ()
-    approximate: str | None = None
+    module: nn.Module
+    pieces: Pieces
+    info: CheckpointInfo
+
+    def load(self, device: str | torch.device = "cpu") -> tuple[nn.Module, CheckpointInfo]:
+        """Fill the module, once. All-zero weights are noted."""
+        notes = []
+        zeros = self.pieces.fill(self.module, device=device)
+        if zeros:
+            notes.append(f"all zeros: {listed(zeros)}")
+        if isinstance(self.module, DiT):
+            notes += settle_rope(self.pieces.checkpoint, self.module, device)
+        tensors = (*self.module.named_parameters(), *self.module.named_buffers())
+        unfilled = [name for name, tensor in tensors if tensor.is_meta]
+        assert not unfilled, unfilled
+        return self.module, on_device(replace(self.info, notes=(*self.info.notes, *notes)), device)
 
 
-def load_dit(
+def open_dit(
     path: str | os.PathLike,
     dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
     layout: str | None = None,
     config: Mapping[str, Any] | None = None,
-) -> tuple[DiT, CheckpointInfo]:
-    """The DiT at ``path`` (file, shard, index or folder).
-
-    ``dtype`` None keeps the stored number type (float32 islands are float32 in any case); float32 casts all weights
-    up. ``layout`` overrides detection: official (interleaved q/k/v), diffusers, comfyui. ``config`` takes the place of
-    config.json. CheckpointError names every missing, extra or misshapen tensor before anything is read.
-    """
+    quantise: str | Online | None = None,
+    exclude: Sequence[str] = (),
+) -> OpenedPart:
+    """Check the DiT at ``path`` (file, shard, index or folder); nothing but headers is read. See ``load_dit``."""
     if dtype not in (None, torch.float32, torch.bfloat16):
         raise H3Error(f"dtype is {dtype}; the DiT runs as stored (None), in torch.bfloat16 or in torch.float32.")
     checkpoint = open_checkpoint(path, "dit", layout, config)
@@ -71,14 +77,49 @@ def load_dit(
     if ROPE not in shapes and "rope_frequencies" in settings:
         shapes[ROPE] = (settings["rope_frequencies"],)
     module = _on_meta(checkpoint, lambda: DiTConfig.from_shapes(shapes), DiT)
-    _compare(checkpoint, module, optional=(ROPE,))
+    wanted = _compare(checkpoint, module, optional=(ROPE,))
 
     islands = {name for name in checkpoint.recipes if name.startswith(module.float32_islands)}
-    plan, notes, approximate = _dit_number_types(checkpoint, islands, dtype)
-    notes += _fill(checkpoint, module, plan, device)
-    notes += _settle_rope(checkpoint, module, device)
+    target = dtype or _stored_type(checkpoint, islands)
+    notes, reasons = _differences(checkpoint, islands, target)
+    dtypes = {name: torch.float32 if name in islands else target for name in checkpoint.recipes}
+    kept = frozenset(name for name in checkpoint.layers if f"{name}.weight" not in islands and _is_linear(module, name))
+    online = _online(quantise, exclude)
+    chosen = dict.fromkeys(online.linears(checkpoint), online.method) if online else {}
+    pieces = Pieces(checkpoint, dtypes, wanted, target, kept, chosen)
     partition, said = find_partition(checkpoint.source)
-    return module, _describe(checkpoint, [*notes, *said], approximate, partition)
+    return OpenedPart(module, pieces, describe(pieces, [*notes, *said], reasons, partition))
+
+
+def load_dit(
+    path: str | os.PathLike,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    layout: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    quantise: str | Online | None = None,
+    exclude: Sequence[str] = (),
+) -> tuple[DiT, CheckpointInfo]:
+    """The DiT at ``path`` (file, shard, index or folder; safetensors or GGUF).
+
+    ``dtype`` None keeps the stored number type (float32 islands are float32 in any case; beside quantised layers
+    bfloat16); float32 casts all weights up. ``layout`` overrides detection: official (interleaved q/k/v), diffusers,
+    comfyui. ``config`` takes the place of config.json. ``quantise`` (int8_convrot, int8, fp8) quantises the four
+    linears of each block while loading, one at a time, but those that ``exclude`` names. CheckpointError names every
+    missing, extra or misshapen tensor before anything is read.
+    """
+    return open_dit(path, dtype, layout, config, quantise, exclude).load(device)
+
+
+def open_video_vae(
+    path: str | os.PathLike,
+    layout: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    quantise: str | Online | None = None,
+    exclude: Sequence[str] = (),
+) -> OpenedPart:
+    """Check the video VAE at ``path``; nothing but headers and latents_std is read. See ``load_video_vae``."""
+    return _open_vae("video_vae", (VideoVAEConfig, VideoVAE), (path, layout, config), _online(quantise, exclude))
 
 
 def load_video_vae(
@@ -86,9 +127,12 @@ def load_video_vae(
     device: str | torch.device = "cpu",
     layout: str | None = None,
     config: Mapping[str, Any] | None = None,
+    quantise: str | Online | None = None,
+    exclude: Sequence[str] = (),
 ) -> tuple[VideoVAE, CheckpointInfo]:
-    """The video VAE at ``path``, in float32. A half-precision file makes renders approximate; the info says so."""
-    return _load_vae("video_vae", VideoVAEConfig, VideoVAE, (path, layout, config), device)
+    """The video VAE at ``path``, in float32 but for quantised linears. ``quantise`` and ``exclude`` as for the DiT, for
+    the four linears of each decoder block. A file not in float32 makes renders approximate; the info says so."""
+    return open_video_vae(path, layout, config, quantise, exclude).load(device)
 
 
 def load_audio_vae(
@@ -98,34 +142,62 @@ def load_audio_vae(
     config: Mapping[str, Any] | None = None,
 ) -> tuple[AudioVAE, CheckpointInfo]:
     """The audio VAE at ``path``, in float32, weight norm folded."""
-    return _load_vae("audio_vae", AudioVAEConfig, AudioVAE, (path, layout, config), device)
+    return open_audio_vae(path, layout, config).load(device)
+
+
+def open_audio_vae(
+    path: str | os.PathLike, layout: str | None = None, config: Mapping[str, Any] | None = None
+) -> OpenedPart:
+    """Check the audio VAE at ``path``; nothing but headers and latents_std is read."""
+    return _open_vae("audio_vae", (AudioVAEConfig, AudioVAE), (path, layout, config), None)
 
 
 def canonical_tensors(
     path: str | os.PathLike, layout: str | None = None, config: Mapping[str, Any] | None = None
 ) -> dict[str, Tensor]:
-    """Every tensor of any part under our names, as stored, all in memory. CheckpointError as for loading."""
+    """Every plain tensor of any part under our names, as stored, all in memory, and the stored tensors of quantised
+    layers under ``layer.role``. CheckpointError as for loading."""
     checkpoint = open_checkpoint(path, None, layout, config)
     _refuse_problems(checkpoint, list(checkpoint.problems))
-    return {name: checkpoint.build(name) for name in checkpoint.recipes}
+    tensors = {}
+    for name in checkpoint.recipes:
+        layer = name.removesuffix(".weight")
+        if layer in checkpoint.layers and layer != name:
+            tensors.update({f"{layer}.{role}": t for role, t in checkpoint.read_layer(layer).items()})
+        else:
+            tensors[name] = checkpoint.build(name)
+    return tensors
 
 
-def _load_vae(part: str, config_type, module_type, place: tuple, device: str | torch.device):
-    path, layout, config = place
+def _open_vae(part: str, types: tuple, place: tuple, online: Online | None) -> OpenedPart:
+    (config_type, module_type), (path, layout, config) = types, place
     checkpoint = open_checkpoint(path, part, layout, config)
     settings = settings_for(checkpoint)
     module = _on_meta(checkpoint, lambda: config_type.from_shapes(checkpoint.shapes, settings), module_type)
-    _compare(checkpoint, module)
+    wanted = _compare(checkpoint, module)
     if not (checkpoint.build("latents_std") > 0).all():
         raise CheckpointError(f"{checkpoint.where('latents_std')} must be above zero; download the file again.")
-    notes = _fill(checkpoint, module, dict.fromkeys(checkpoint.recipes, torch.float32), device)
-    halves = Counter(kind for name in checkpoint.recipes if (kind := checkpoint.stored_as(name)) != "F32")
-    approximate = None
+    halves = Counter(kind for name in checkpoint.plain if (kind := checkpoint.stored_as(name)) != "F32")
+    notes, reasons = [], []
     if halves:
         kinds = " and ".join(f"{count} tensors in {kind}" for kind, count in sorted(halves.items()))
-        approximate = f"the {PARTS[part]} file {checkpoint.source.path.name} stores {kinds} (released in F32)"
+        reasons.append(f"it stores {kinds} (released in F32)")
         notes.append(f"{kinds} cast up to float32")
-    return module, _describe(checkpoint, notes, approximate, "unknown")
+    chosen = dict.fromkeys(online.linears(checkpoint), online.method) if online else {}
+    kept = frozenset(name for name in checkpoint.layers if _is_linear(module, name))
+    dtypes = dict.fromkeys(checkpoint.recipes, torch.float32)
+    pieces = Pieces(checkpoint, dtypes, wanted, torch.float32, kept, chosen)
+    return OpenedPart(module, pieces, describe(pieces, notes, reasons, "unknown"))
+
+
+def _online(quantise: str | Online | None, exclude: Sequence[str]) -> Online | None:
+    if quantise is None and exclude:
+        raise H3Error(f"exclude {listed(exclude)} leaves layers out of a quantisation: give quantise as well.")
+    return Online(quantise, tuple(exclude)) if isinstance(quantise, str) else quantise
+
+
+def _is_linear(module: nn.Module, name: str) -> bool:
+    return isinstance(module.get_submodule(name), nn.Linear)
 
 
 def _on_meta(checkpoint: Checkpoint, make_config, module_type) -> nn.Module:
@@ -143,9 +215,18 @@ def _on_meta(checkpoint: Checkpoint, make_config, module_type) -> nn.Module:
     _refuse_problems(checkpoint, list(checkpoint.problems) or [reason])
 
 
-def _compare(checkpoint: Checkpoint, module: nn.Module, optional: tuple[str, ...] = ()) -> None:
-    """Name every tensor that the module needs and the file lacks, has beyond it, or has in another shape or type."""
+def _compare(checkpoint: Checkpoint, module: nn.Module, optional: tuple[str, ...] = ()) -> dict[str, tuple[int, ...]]:
+    """Name every tensor that the module needs and the file lacks, has beyond it, or has in another shape or type.
+    Returns the module's shapes."""
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    compare_shapes(checkpoint, wanted, optional)
+    return wanted
+
+
+def compare_shapes(
+    checkpoint: Checkpoint, wanted: Mapping[str, tuple[int, ...]], optional: tuple[str, ...] = ()
+) -> None:
+    """CheckpointError that names every tensor missing, beyond, or of another shape or number type than ``wanted``."""
     recipes, source = checkpoint.recipes, checkpoint.source
     problems = list(checkpoint.problems)
     for name in wanted:
@@ -154,14 +235,18 @@ def _compare(checkpoint: Checkpoint, module: nn.Module, optional: tuple[str, ...
         if name not in recipes and name not in optional and not any(s in checkpoint.header.shapes for s in stored):
             problems.append(f"missing {name}" + (f" ({', '.join(stored)})" if stored != (name,) else ""))
     for name, recipe in recipes.items():
+        layer = checkpoint.layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         if name not in wanted:
             problems.append(f"extra {checkpoint.where(name)}")
+        elif layer is not None:
+            problems += misfits(layer, source, wanted[name])
         elif recipe.shape != wanted[name]:
             problems.append(f"misshapen {checkpoint.where(name)} {list(recipe.shape)}, needed {list(wanted[name])}")
-        for stored in (checkpoint.prefix + s for s in recipe.sources):
-            if source.dtypes[stored] not in NUMBER_TYPES:
-                kinds = ", ".join(NUMBER_TYPES)
-                problems.append(f"{source.where(stored)} is stored as {source.dtypes[stored]}, not as one of {kinds}")
+        if layer is None:
+            for stored in (checkpoint.prefix + s for s in recipe.sources):
+                if (kind := source.dtypes[stored]) not in CAST_TYPES:
+                    known = ", ".join(NUMBER_TYPES)
+                    problems.append(f"{source.where(stored)} is stored as {kind}, not as one of {known}")
     _refuse_problems(checkpoint, problems)
 
 
@@ -173,68 +258,59 @@ def _refuse_problems(checkpoint: Checkpoint, problems: list[str]) -> None:
         )
 
 
-def _dit_number_types(
-    checkpoint: Checkpoint, islands: set[str], dtype: torch.dtype | None
-) -> tuple[dict[str, torch.dtype], list[str], str | None]:
-    """Target number type of each tensor, notes, and why the weights are approximate (None: they are not)."""
+def _bulk(checkpoint: Checkpoint, islands: set[str]) -> Counter:
+    """Stored number type -> values, of everything that is neither an island nor quantised."""
     bulk = Counter()
-    for name, recipe in checkpoint.recipes.items():
+    for name in checkpoint.plain:
         if name not in islands:
-            bulk[checkpoint.stored_as(name)] += torch.Size(recipe.shape).numel()
-    common = bulk.most_common(1)[0][0]
-    target = dtype or NUMBER_TYPES[common]
-    plan = {name: torch.float32 if name in islands else target for name in checkpoint.recipes}
+            bulk[checkpoint.stored_as(name)] += torch.Size(checkpoint.recipes[name].shape).numel()
+    return bulk
+
+
+def _stored_type(checkpoint: Checkpoint, islands: set[str]) -> torch.dtype:
+    """The number type most values are stored in; bfloat16 beside quantised layers, whatever the rest is stored in
+    (GGUF files keep norms in float32)."""
+    bulk = _bulk(checkpoint, islands)
+    if checkpoint.layers or not bulk:
+        return torch.bfloat16
+    return NUMBER_TYPES.get(bulk.most_common(1)[0][0], torch.bfloat16)
+
+
+def _differences(checkpoint: Checkpoint, islands: set[str], target: torch.dtype) -> tuple[list[str], list[str]]:
+    """Notes on number types, and why the weights are approximate (empty: they are not)."""
+    bulk = _bulk(checkpoint, islands)
     notes, reasons = [], []
-    rounded = sorted(name for name in islands if checkpoint.stored_as(name) != "F32" and name != ROPE)
+    rounded = sorted(
+        name
+        for name in islands
+        if checkpoint.stored_as(name) != "F32" and name != ROPE and ".adaln_proj." not in name  # pruned: fp16 as made
+    )
     if rounded:
         notes.append(f"cast up to float32, but stored in half precision: {listed(rounded)}")
         reasons.append(f"{len(rounded)} tensors released in F32 are stored in half precision")
     if len(bulk) > 1:
-        others = {kind: count for kind, count in bulk.items() if NUMBER_TYPES[kind] != target}
+        others = {kind: count for kind, count in bulk.items() if NUMBER_TYPES.get(kind) != target}
         notes.append(
             f"the weights come in {' and '.join(sorted(bulk))}; {sum(others.values()):,} values cast to {target}"
         )
     if bulk["F16"]:
         reasons.append("weights are stored in F16 (released in BF16)")
-    if bulk["F32"] and target is torch.bfloat16:
+    if bulk["F32"] and target is torch.bfloat16 and not checkpoint.layers:
         reasons.append("weights stored in F32 were rounded to bfloat16")
-    return plan, notes, f"the DiT file {checkpoint.source.path.name}: {'; '.join(reasons)}" if reasons else None
+    return notes, reasons
 
 
-def _fill(
-    checkpoint: Checkpoint, module: nn.Module, plan: Mapping[str, torch.dtype], device: str | torch.device
-) -> list[str]:
-    """Read, check, cast and assign tensor by tensor. Returns notes."""
-    zeros = []
-    for name, dtype in plan.items():
-        tensor = checkpoint.build(name)
-        if tensor.dim() > 1 and name.endswith(".weight") and not tensor[0].any() and not tensor.any():
-            zeros.append(name)
-        _assign(module, name, tensor.to(device=device, dtype=dtype))
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    unfilled = [name for name, tensor in tensors if tensor.is_meta and name != ROPE]
-    assert not unfilled, unfilled
-    return [f"all zeros: {listed(zeros)}"] if zeros else []
-
-
-def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
-    owner_name, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(owner_name)
-    is_buffer = leaf in dict(owner.named_buffers(recurse=False))
-    setattr(owner, leaf, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
-
-
-def _settle_rope(checkpoint: Checkpoint, module: DiT, device: str | torch.device) -> list[str]:
-    """The rotary frequencies: the file's float32 ones once they agree with the formula, else computed."""
+def settle_rope(checkpoint: Checkpoint, module: DiT, device: str | torch.device) -> list[str]:
+    """The rotary frequencies: the file's float32 ones once they agree with the formula, else computed. Gives notes."""
     computed = inverse_frequencies(module.config.rope_frequencies)
     if ROPE not in checkpoint.recipes:
-        _assign(module, ROPE, computed.to(device))
+        assign(module, ROPE, computed.to(device))
         return []
     stored = module.rope.inv_freq.cpu()
     rounded = checkpoint.stored_as(ROPE) != "F32"
     error = ((stored - computed).abs() / computed).max().item()
     if rounded and error <= 2**-7:
-        _assign(module, ROPE, computed.to(device))
+        assign(module, ROPE, computed.to(device))
         return [f"{ROPE} is stored in half precision; the computed frequencies are used"]
     if not error <= ROPE_TOLERANCE:
         raise CheckpointError(
@@ -242,19 +318,3 @@ def _settle_rope(checkpoint: Checkpoint, module: DiT, device: str | torch.device
             f"{ROPE_TOLERANCE:.0e} is allowed: the file is damaged or another model's."
         )
     return []
-
-
-def _describe(checkpoint: Checkpoint, notes: list[str], approximate: str | None, partition: str) -> CheckpointInfo:
-    source = checkpoint.source
-    names = [checkpoint.prefix + stored for recipe in checkpoint.recipes.values() for stored in recipe.sources]
-    return CheckpointInfo(
-        path=str(source.path),
-        format=checkpoint.format.name,
-        part=checkpoint.format.part,
-        partition=partition,
-        dtypes=dict(Counter(source.dtypes[name] for name in names)),
-        nbytes=sum(source.nbytes(name) for name in names),
-        fingerprint=fingerprint(source.files),
-        notes=(*checkpoint.notes, *notes),
-        approximate=approximate,
-    )

@@ -1,6 +1,7 @@
 """One part of a model, opened: headers checked, layout known, a recipe for every tensor, nothing read yet.
 
-path --open_source--> names, shapes, number types, metadata
+path --open_weights--> names, shapes, number types, metadata
+     --find_layers--> quantised layers, each with its own format
      --choose_format--> CheckpointFormat --recipes--> Checkpoint.build(name): one tensor of ours, read on demand
      --config.json, metadata--> settings that no shape tells
      --metadata, folder, file name--> partition (fl2va, ref2va, unknown)
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .formats import OTHER_PARTS, CheckpointFormat, Header, Recipe, choose_format, dit_prefix
-from .reader import TensorSource, listed, open_source
+from .gguf_file import open_weights
+from .quantised import StoredLayer, find_layers
+from .reader import TensorSource, listed
 
-QUANTISED_MARKS = (".comfy_quant", ".weight_scale", ".scale_weight", "scaled_fp8")
-PRUNED_MARK = "adaln_t_table"
 CONFIG_KEY = "h3_runtime.config"  # our own files carry their configuration under it, as JSON
 PARTITION_KEYS = ("h3_runtime.partition", "partition", "modelspec.title")
 DIFFUSERS_SIGNS = ("model_index.json", "modular_model_index.json", "transformer_ref")
@@ -89,7 +90,11 @@ CLASS_PARTS = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One part, opened: headers checked, layout known, a recipe for each of our tensors, no tensor read."""
+    """One part, opened: headers checked, layout known, a recipe for each of our tensors, no tensor read.
+
+    ``layers`` are the quantised ones by our name (``blocks.0.mlp.fc1``); the recipe of such a weight gives its shape
+    and is never built: ``read_layer`` gives its tensors.
+    """
 
     source: TensorSource
     format: CheckpointFormat
@@ -98,11 +103,18 @@ class Checkpoint:
     recipes: Mapping[str, Recipe]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
+    layers: Mapping[str, StoredLayer] = field(default_factory=dict)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes under our names."""
         return {name: recipe.shape for name, recipe in self.recipes.items()}
+
+    @property
+    def plain(self) -> list[str]:
+        """Our names of the tensors that are not a quantised layer's weight."""
+        weights = {f"{layer}.weight" for layer in self.layers}
+        return [name for name in self.recipes if name not in weights]
 
     def stored_as(self, name: str) -> str:
         """The number type our tensor ``name`` is stored in (its first source; F32 when it comes from config.json)."""
@@ -116,27 +128,49 @@ class Checkpoint:
 
     def build(self, name: str) -> Tensor:
         """Our tensor ``name``, read and transformed, in its stored number type; CheckpointError on NaN or infinity."""
+        assert name.removesuffix(".weight") not in self.layers, name
         tensor = self.recipes[name].build(self.source, self.prefix)
-        if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and tensor.numel():
-            low, high = torch.aminmax(tensor)  # NaN carries through; no mask of the tensor's size is made
-            if not (torch.isfinite(low) and torch.isfinite(high)):
-                raise CheckpointError(f"{self.where(name)} holds NaN or infinity; download the file again.")
+        refuse_not_finite(tensor, self.where(name))
         return tensor
 
+    def read_layer(self, name: str) -> dict[str, Tensor]:
+        """The stored tensors of the quantised layer ``name`` by role (weight, weight_scale ...); bias not among them.
 
-def header_of(source: TensorSource, part: str | None = None, forced: bool = False) -> tuple[str, Header]:
-    """The prefix of the stored names, and what detection sees of a source."""
+        Scales with NaN or infinity are a CheckpointError.
+        """
+        tensors = {}
+        for role, stored in self.layers[name].roles.items():
+            tensors[role] = self.source.read(stored)
+            refuse_not_finite(tensors[role], self.source.where(stored))
+        return tensors
+
+
+def refuse_not_finite(tensor: Tensor, where: str) -> None:
+    """CheckpointError, naming the place, when a tensor of floats holds NaN or infinity."""
+    if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and tensor.numel():
+        low, high = torch.aminmax(tensor)  # NaN carries through; no mask of the tensor's size is made
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            raise CheckpointError(f"{where} holds NaN or infinity; download the file again.")
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """The names of a source: prefix, plain tensors and sizes of quantised weights (``header``), quantised layers."""
+
+    prefix: str
+    header: Header
+    layers: dict[str, StoredLayer]
+    problems: tuple[str, ...]
+
+
+def sort_names(source: TensorSource, part: str | None = None, forced: bool = False) -> Sorted:
+    """What detection sees of a source. Reads nothing but the small markers of quantised layers."""
     prefix = dit_prefix(source.shapes) if part in (None, "dit") else ""
-    shapes = {name[len(prefix) :]: shape for name, shape in source.shapes.items() if name.startswith(prefix)}
-    return prefix, Header(shapes, source.sharded, forced=forced)
-
-
-def refuse_unreadable(source: TensorSource, header: Header) -> None:
-    """CheckpointError for files of a kind that is recognised and not read by this version: quantised and pruned."""
-    if any(name.endswith(QUANTISED_MARKS) for name in header.shapes):
-        raise CheckpointError(f"{source.path} is quantised, which this version does not read; use bf16 (VAE: fp32).")
-    if PRUNED_MARK in header.shapes:
-        raise CheckpointError(f"{source.path} is pruned (AdaLN curve), which this version does not read; use bf16.")
+    layers, taken, problems = find_layers(source, prefix)
+    own = {name: shape for name, shape in source.shapes.items() if name.startswith(prefix)}
+    shapes = {name[len(prefix) :]: shape for name, shape in own.items() if name not in taken}
+    shapes.update({f"{name}.weight": layer.size for name, layer in layers.items()})
+    return Sorted(prefix, Header(shapes, source.sharded, forced=forced), layers, tuple(problems))
 
 
 def open_checkpoint(
@@ -151,20 +185,39 @@ def open_checkpoint(
     headers only. CheckpointError when it is another part or no layout fits; what is missing or does not fit inside
     the layout is in ``problems``.
     """
-    source = open_source(path)
-    prefix, header = header_of(source, part, forced=layout is not None)
+    source = open_weights(path)
+    found = sort_names(source, part, forced=layout is not None)
+    prefix, header = found.prefix, found.header
     chosen = choose_format(header, part, layout, str(source.path))
-    refuse_unreadable(source, header)
+    _refuse_quantised(source, chosen, found.layers)
     settings = _settings_in(config, chosen.part, "config") if config else config_of(source, chosen.part)
     header = replace(header, config=settings)
     recipes, problems = chosen.recipes(header)
+    problems += found.problems
     outside = [name for name in source.shapes if not name.startswith(prefix)]
     foreign = [name for name in outside if name.startswith(OTHER_PARTS)]
     problems += [f"extra {name}" for name in outside if name not in foreign]
     notes = source.notes
     if foreign:
         notes += (f"{len(foreign)} tensors of other parts in the same file were left alone",)
-    return Checkpoint(source, chosen, prefix, header, recipes, tuple(problems), notes)
+    return Checkpoint(source, chosen, prefix, header, recipes, tuple(problems), notes, found.layers)
+
+
+def _refuse_quantised(source: TensorSource, chosen: CheckpointFormat, layers: Mapping[str, StoredLayer]) -> None:
+    """CheckpointError where a quantised layer cannot be: another layout than ComfyUI's, and the audio VAE."""
+    if not layers:
+        return
+    if chosen.part == "audio_vae":
+        raise CheckpointError(
+            f"{source.path} is a quantised audio VAE ({len(layers)} layers); sound is computed in float32 only: "
+            "use the fp32 file."
+        )
+    if chosen.key_map:
+        kinds = listed(dict.fromkeys(layer.title for layer in layers.values()))
+        raise CheckpointError(
+            f"{source.path} is a {chosen.title} with {len(layers)} quantised layers ({kinds}); quantised files are "
+            "read in the ComfyUI layout only: use ComfyUI's file, or bf16 here and quantise while loading."
+        )
 
 
 def config_of(source: TensorSource, part: str) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from ..errors import CheckpointError, H3Error
 from .formats import FORMATS
-from .opening import find_partition, header_of, refuse_unreadable
-from .reader import listed, open_source
+from .gguf_file import open_weights
+from .opening import find_partition, sort_names
+from .reader import listed
 from .text_layout import is_text_encoder
 
 
@@ -129,6 +130,7 @@ def _candidates(root: Path) -> Iterator[tuple[Path, bool]]:
             listing = index.read_bytes()  # a damaged index is reported when its candidate is opened
             shards |= {file.name for file in folder.glob("*.safetensors") if file.name.encode() in listing}
         files = [file for file in sorted(folder.glob("*.safetensors")) if file.name not in shards]
+        files += sorted(folder.glob("*.gguf"))
         for path in [folder] if len(indexes) == 1 else indexes:
             if path not in seen:
                 yield path, is_copy_place
@@ -140,18 +142,16 @@ def _candidates(root: Path) -> Iterator[tuple[Path, bool]]:
 
 def _recognise(path: Path) -> tuple[str | None, str]:
     """Which part lies at ``path`` (None: no part of this model), and a DiT's partition."""
-    source = open_source(path)
+    source = open_weights(path)
     if is_text_encoder(source.shapes):
         return "text_encoder", "unknown"
-    _, header = header_of(source)
+    header = sort_names(source).header
     part = next((format.part for format in FORMATS if format.detect(header) is None), None)
-    if part:
-        refuse_unreadable(source, header)
     return part, find_partition(source)[0] if part == "dit" else "unknown"
 
 
 def _bytes_at(path: Path) -> int:
-    return sum(file.stat().st_size for file in open_source(path).files)
+    return sum(file.stat().st_size for file in open_weights(path).files)
 
 
 def _find_tokenizer(root: Path) -> Path | None:

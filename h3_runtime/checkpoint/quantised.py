@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError
-from .gguf_file import BY_WORD, PLAIN
+from .gguf_file import is_quantised_type
 from .reader import TensorSource
 
 METADATA_KEY = "_quantization_metadata"
@@ -33,7 +33,6 @@ ROLES = (
     "weight_s_rel",
     "weight_s_channel",
     "weight_codebook",
-    "weight_correction",
 )
 FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 GGUF = "gguf"
@@ -87,7 +86,8 @@ def find_layers(source: TensorSource, prefix: str) -> tuple[dict[str, StoredLaye
     for name in names:
         layer, _, leaf = name[len(prefix) :].rpartition(".")
         leaf = LEGACY_ROLES.get(leaf, leaf)
-        if leaf in ROLES and (leaf != "weight" or layer in markers or _is_quantised(source.dtypes[name])):
+        kind = source.dtypes[name]
+        if leaf in ROLES and (leaf != "weight" or layer in markers or kind in FP8 or is_quantised_type(kind)):
             roles.setdefault(layer, {})[leaf] = name
     layers: dict[str, StoredLayer] = {}
     for layer, marker in markers.items():
@@ -105,14 +105,10 @@ def find_layers(source: TensorSource, prefix: str) -> tuple[dict[str, StoredLaye
     return layers, taken, problems
 
 
-def _is_quantised(dtype: str) -> bool:
-    return dtype in FP8 or (dtype in BY_WORD and dtype not in PLAIN)
-
-
 def _layer(source: TensorSource, layer: str, marker: Mapping | None, roles: dict[str, str]) -> StoredLayer | str:
     stored = roles["weight"]
     dtype, shape = source.dtypes[stored], source.shapes[stored]
-    if marker is None and dtype in BY_WORD and dtype not in PLAIN and dtype not in FP8:
+    if marker is None and is_quantised_type(dtype):
         return StoredLayer(layer, GGUF, {"format": GGUF, "type": dtype}, roles, shape)
     if marker is None and dtype in FP8:
         marker = {"format": FP8[dtype]}
@@ -219,7 +215,7 @@ def _w4a8(n, k, marker):
     size = marker.get("group_size", 16)
     groups = k // size if type(size) is int and size > 0 else 0
     shapes = {"weight": ((n, k // 2),), "weight_s_rel": ((n, groups),), "weight_s_channel": ((n,), (n, 1))}
-    return {**shapes, "weight_codebook": ((16,),), "weight_correction": ((groups, n),)}
+    return {**shapes, "weight_codebook": ((16,),)}
 
 
 _FLOAT = ("F32", "F16", "BF16")
@@ -256,10 +252,9 @@ FORMATS: dict[str, Stored] = {
             "weight_s_rel": (*_BYTES_E4M3, *_FLOAT),
             "weight_s_channel": _FLOAT,
             "weight_codebook": _FLOAT,
-            "weight_correction": _FLOAT,
         },
         _w4a8,
-        ("weight_codebook", "weight_correction"),
+        ("weight_codebook",),
         packed=True,
     ),
 }

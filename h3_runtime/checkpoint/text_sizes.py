@@ -1,6 +1,6 @@
 """The sizes of a text encoder, read from the shapes of its tensors, and every tensor that such an encoder has.
 
-    shapes ──▶ TextSizes(hidden, ffn, heads ...) ──▶ layer_tensors: 11 names      vision_tensors: 351 names (released)
+shapes ──▶ TextSizes(hidden, ffn, heads ...) ──▶ layer_tensors: 11 names      vision_tensors: 351 names (released)
 """
 
 from __future__ import annotations

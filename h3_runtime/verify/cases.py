@@ -3,7 +3,7 @@
     layout                       PackedLayout           vae, audio_vae, dit/weights   checkpoint loading
     schedule                     grids, map, step       vae_encode, vae_decode        VideoVAE
     dit, mask, curve, quant      VelocityModel          audio_encode, audio_decode    AudioVAE
-    loop                         sample on a RenderJob
+    loop                         sample on a RenderJob          quant_linear, quant/dequant   quantised linears
 
 Every value comes out of a runtime function. Put together here is only what the host keeps for itself: the place of a
 timestep in ComfyUI's own list, its comparison schedules, and what its sampler shows the model under a mask.
@@ -12,8 +12,8 @@ timestep in ComfyUI's own list, its comparison schedules, and what its sampler s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +39,16 @@ from ..schedule import (
     sigma_grid,
 )
 from ..steps import StepPlan, Steps, plan_steps
-from .folder import COMFYUI_WORD, EXACT, Case, Golden, Tensors, is_weights, layout_word
+from .folder import COMFYUI_WORD, EXACT, Case, Golden, Tensors, Value, is_weights, layout_word
+from .quantised import (
+    DECODED_FILE,
+    RoundedInputs,
+    check_markers,
+    decoded_linear,
+    replaced,
+    run_decoded,
+    run_linear,
+)
 
 POSITION_TOLERANCE = {"atol": 1e-9, "rtol": 0.0}
 SIGMA_TOLERANCE = {"atol": 2e-7, "rtol": 2e-7}
@@ -74,21 +83,6 @@ DIT_SIZES = {  # the index's word -> our setting
 }
 UNUSED_TENSORS = ("decoder.mask_token",)  # only training used it: files may lack it, and then zeros stand in
 VIDEO_VAE_SIZES = {"res": "resnets", "layers": "layers", "heads": "heads", "dim_head": "head_dim"}
-
-
-class Value(NamedTuple):
-    """What the runtime computed under the name of an output. ``want`` and ``tolerance`` None: those of the case, and
-    skipped where the case stores no such output. ``variant`` tells the weight file where several are run."""
-
-    name: str
-    got: Tensor
-    variant: str = ""
-    want: Tensor | None = None
-    tolerance: Any = None
-
-    @property
-    def label(self) -> str:
-        return f"{self.name} [{self.variant}]" if self.variant else self.name
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -168,6 +162,15 @@ def run_dit(golden: Golden, case: Case, given: Tensors) -> Iterator[Value]:
     yield from (run_weights if is_weights(case) else run_forward)(golden, case, given)
 
 
+def run_quantised(golden: Golden, case: Case, given: Tensors) -> Iterator[Value]:
+    if DECODED_FILE in case["file"]:
+        yield from run_decoded(golden, case, given)
+        return
+    yield from run_dit(golden, case, given)
+    if is_weights(case):
+        yield from check_markers(golden, case, golden.model(case["file"])[0])
+
+
 def run_mask(golden: Golden, case: Case, given: Tensors) -> Iterator[Value]:
     yield from (run_sampler_side if "video_mask" in case["inputs"] else run_forward)(golden, case, given)
 
@@ -187,16 +190,37 @@ def run_forward(golden: Golden, case: Case, given: Tensors) -> Iterator[Value]:
     if masks is not None and masks.video is not None:
         labels["inner_video_row_mask"] = masks.video_tokens
     for file in golden.weight_files(config["weights"]):
-        for suffix, dtype in (("", torch.float32), ("_bf16", torch.bfloat16)):
-            wanted = [name for name in case["outputs"] if name.endswith("_bf16") == bool(suffix)]
-            if not wanted:
-                continue
-            dit = golden.model(file, dtype)[0]
+        for kind, wanted in by_kind(case["outputs"]).items():
+            dit = model_of_kind(golden, file, kind)
             values = {**labels, **forward_values(dit, layout, steps, given)}
             values["inner_t_emb"] = dit.embed_time(labels["inner_t_values"])
-            for name in wanted:
-                if name.removesuffix(suffix) in values:
-                    yield Value(name, values[name.removesuffix(suffix)], file)
+            for name, plain in wanted.items():
+                if plain in values:
+                    yield Value(name, values[plain], file)
+
+
+KINDS = {"bf16": "_bf16", "fp8_activations": "_fp8_activations"}  # kind of a forward -> the end of its outputs' names
+DECODED = "decoded"  # out_dequant_*: float32 weights that are the decoded ones
+
+
+def by_kind(outputs: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Kind of forward -> {output: its name in an ordinary forward}."""
+    found: dict[str, dict[str, str]] = {}
+    for name in outputs:
+        kind = next((kind for kind, end in KINDS.items() if name.endswith(end)), "float32")
+        plain = name.removesuffix(KINDS.get(kind, ""))
+        if plain.startswith("out_dequant_"):
+            kind, plain = DECODED, plain.replace("out_dequant_", "out_comfy_")
+        found.setdefault(kind, {})[name] = plain
+    return found
+
+
+def model_of_kind(golden: Golden, file: str, kind: str) -> DiT:
+    """The DiT of ``file`` for one kind of forward: as loaded in float32 or bf16, or its quantised linears replaced."""
+    dit = golden.model(file, torch.bfloat16 if kind == "bf16" else torch.float32)[0]
+    if kind == DECODED:
+        return replaced(dit, decoded_linear)
+    return replaced(dit, RoundedInputs) if kind == "fp8_activations" else dit
 
 
 def forward_values(dit: DiT, layout: PackedLayout, steps: Steps, given: Tensors) -> dict[str, Tensor]:
@@ -483,8 +507,11 @@ def run_weights(golden: Golden, case: Case, given: Tensors) -> Iterator[Value]:
 def stated_sizes(case: Case) -> dict[str, Any]:
     """The sizes that the index states of a weight file, under our setting names."""
     config = case["config"]
-    if case["group"] in ("dit", "curve"):
-        return {ours: config[theirs] for theirs, ours in DIT_SIZES.items() if theirs in config}
+    if case["group"] in ("dit", "curve", "quant"):
+        sizes = {**config, **config.get("dit", {})}
+        if config.get("curve"):
+            sizes |= {"adaln_curve_grid": config["curve"]["grid"], "time_embed_dim": config["curve"]["k"]}
+        return {ours: sizes[theirs] for theirs, ours in DIT_SIZES.items() if theirs in sizes}
     stated = config.get("comfy", {})
     if case["group"] == "audio_vae":
         return dict(stated)
@@ -500,6 +527,8 @@ RUNNERS: dict[str, Runner] = {
     "schedule": run_schedule,
     "dit": run_dit,
     "curve": run_dit,
+    "quant": run_quantised,
+    "quant_linear": run_linear,
     "mask": run_mask,
     "loop": run_loop,
     "vae": run_weights,

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +112,21 @@ class Golden:
         stem = Path(case["file"]).stem.rpartition("_")[0]
         twins = [c for c in self.weight_cases(case["group"]) if Path(c["file"]).stem == f"{stem}_{COMFYUI_WORD}"]
         return twins[0] if twins else None
+
+
+class Value(NamedTuple):
+    """What the runtime computed under the name of an output. ``want`` and ``tolerance`` None: those of the case, and
+    skipped where the case stores no such output. ``variant`` tells the weight file where several are run."""
+
+    name: str
+    got: Tensor
+    variant: str = ""
+    want: Tensor | None = None
+    tolerance: Any = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} [{self.variant}]" if self.variant else self.name
 
 
 def is_weights(case: Case) -> bool:
