@@ -173,8 +173,5 @@ register("video-vae/other-tile", _APPROXIMATE, "the decoder was trained on 256 p
 register("audio-vae/float32", _LOSSLESS, "float32, two mono passes: the baseline")
 register("audio-vae/file-approximate", _APPROXIMATE, "the audio VAE file is not float32")
 register("resume/state", _LOSSLESS, "a run continued from a saved float32 state walks the same bits")
-<<<<<<< HEAD
 register("condition/foreign", _APPROXIMATE, "a prompt, guide or reference encoded by another program's code")
 register("dit/lora", _APPROXIMATE, "LoRAs on the weights: the result is another model's than the release's")
-=======
->>>>>>> 1df8bc4 (Checkpoints: quantised layers by layer, GGUF, pruned AdaLN, online quantisation, text encoder layer by layer; labels of each with their proofs)
