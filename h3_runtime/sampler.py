@@ -186,7 +186,7 @@ class VelocityModel:
 
     def _block(self, index: int, h: Tensor, step: StepPlan) -> Tensor:
         context = ForwardContext(
-            step.index, step.runs, self.rotary, self.attention, lambda i: self.tables.block(i, step)
+            step.index, step.runs, self.rotary, self.attention, lambda i: self.tables.block(i, step), self.layers.chunks
         )
         return self.layers.blocks(index, index, h, context)
 

@@ -20,8 +20,9 @@ from h3_runtime.bench import reference_model, reference_tensors
 from h3_runtime.geometry import audio_latents, pixel_frames
 from h3_runtime.job import Guide, Reference, RenderJob
 from h3_runtime.layout import ConditionShape, PackedLayout, patchify_video
+from h3_runtime.memory.streaming import DiTLayers
 from h3_runtime.models import attention
-from h3_runtime.models.attention import HEAD_GROUP, Attention, Where, dense_attention, rotary_table, rotate_
+from h3_runtime.models.attention import HEAD_GROUP, Attention, ChunkSizes, Where, dense_attention, rotary_table, rotate_
 from h3_runtime.models.dit import DiT, DiTConfig, Run, gated_add_, modulated_norm
 from h3_runtime.sampler import Rows, VelocityModel, condition_rows, draw_noise
 from h3_runtime.schedule import CONDITION_TIMESTEP, euler_step, plan_schedule, sigma_grid
@@ -330,8 +331,8 @@ def test_table_rows_do_not_depend_on_their_number(wide, dtype):
 
 
 def chunked(monkeypatch, rows: int, heads: int) -> None:
-    monkeypatch.setattr(attention.row_chunks, "__defaults__", (rows,))
-    monkeypatch.setattr(attention, "HEAD_GROUP", heads)
+    monkeypatch.setattr(attention.row_chunks, "__defaults__", (rows,))  # outside the blocks
+    monkeypatch.setattr(DiTLayers.__new__, "__defaults__", (ChunkSizes(heads, rows),))
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(7, 8), (64, 1), (5, 2), (100, 3)])

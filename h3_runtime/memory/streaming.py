@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..models.attention import CANONICAL, ChunkSizes
+
 ALIGNMENT = 256  # bytes; every tensor of a slot starts on such a boundary
 
 
@@ -374,10 +376,12 @@ class StreamedLayers:
 
 class DiTLayers(NamedTuple):
     """Where a DiT's weights come from while it runs: its ``blocks`` (all but their AdaLN projection) and the
-    projections, ``adaln``, which are needed once before the loop (or in every forward, where tables are too big)."""
+    projections, ``adaln``, which are needed once before the loop (or in every forward, where tables are too big).
+    ``chunks``: the sizes that the blocks work in; smaller than canonical only where those do not fit."""
 
     blocks: ResidentLayers | StreamedLayers
     adaln: ResidentLayers | StreamedLayers
+    chunks: ChunkSizes = CANONICAL
 
     @staticmethod
     def resident(blocks: Sequence[nn.Module]) -> DiTLayers:

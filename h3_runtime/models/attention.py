@@ -21,6 +21,19 @@ ROW_CHUNK = 2048  # rows of a feed-forward, projection or head chunk (canonical 
 ROTARY_BASE = 10000.0
 
 
+class ChunkSizes(NamedTuple):
+    """Heads whose q, k, v exist at one time, and rows of a chunk inside a block.
+
+    The defaults are the canonical ones. Smaller ones take less memory and change the order of sums: EXACT MATH.
+    """
+
+    heads: int = HEAD_GROUP
+    rows: int = ROW_CHUNK
+
+
+CANONICAL = ChunkSizes()
+
+
 class Where(NamedTuple):
     """Which attention call this is: block index (-1 - i for refiner block i), forward index, first and last head."""
 
@@ -75,14 +88,14 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x
 
 
-def _norm_rotate(x: Tensor, norm: nn.RMSNorm, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+def _norm_rotate(x: Tensor, norm: nn.RMSNorm, rotary: tuple[Tensor, Tensor] | None, size: int) -> Tensor:
     """norm(x), rotated: [S, G, D] -> [S, G, D] with each head's rows side by side in memory.
 
-    In row chunks, so that the temporaries stay small. The last pass has to write somewhere: head by head costs nothing
-    here, and attention reads whole heads.
+    In chunks of ``size`` rows, so that the temporaries stay small. The last pass has to write somewhere: head by head
+    costs nothing here, and attention reads whole heads.
     """
     out = x.new_empty(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1)
-    for start, stop in row_chunks(0, x.shape[0]):
+    for start, stop in row_chunks(0, x.shape[0], size):
         y = norm(x[start:stop])
         if rotary is not None:
             rotate_(y, *(table[start:stop] for table in rotary))
@@ -110,22 +123,28 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps=eps)
 
     def attend(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, call: AttentionCall, block: int, forward: int
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        call: AttentionCall,
+        block: int,
+        forward: int,
+        chunks: ChunkSizes = CANONICAL,
     ) -> Tensor:
         """x [S, hidden], normed and modulated -> [S, heads * head_dim], before the output projection."""
         rows, inner = x.shape[0], self.heads * self.head_dim
         out = x.new_empty(rows, self.heads, self.head_dim)
         prepared = self.qkv_proj.prepare(x)
-        for start in range(0, self.heads, HEAD_GROUP):
-            stop = min(start + HEAD_GROUP, self.heads)
+        for start in range(0, self.heads, chunks.heads):
+            stop = min(start + chunks.heads, self.heads)
             q, k, v = (
                 self.qkv_proj.rows(prepared, part + start * self.head_dim, part + stop * self.head_dim).view(
                     rows, stop - start, self.head_dim
                 )
                 for part in (0, inner, 2 * inner)
             )
-            q = _norm_rotate(q, self.q_norm, rotary)
-            k = _norm_rotate(k, self.k_norm, rotary)
+            q = _norm_rotate(q, self.q_norm, rotary, chunks.rows)
+            k = _norm_rotate(k, self.k_norm, rotary, chunks.rows)
             out[:, start:stop] = call(q, k, v, Where(block, forward, start, stop))
             del q, k, v
         return out.view(rows, inner)

@@ -28,8 +28,10 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from .attention import (
+    CANONICAL,
     Attention,
     AttentionCall,
+    ChunkSizes,
     FeedForward,
     Linear,
     dense_attention,
@@ -125,6 +127,7 @@ class ForwardContext(NamedTuple):
     rotary: tuple[Tensor, Tensor]  # cos, sin [S, 3F]
     attention: AttentionCall
     table: Callable[[int], Tensor]  # block index -> [P, 6, hidden] on the compute device
+    chunks: ChunkSizes = CANONICAL
 
 
 def pieces(runs: Sequence[Run], start: int, stop: int) -> Iterator[Run]:
@@ -181,12 +184,12 @@ class Block(nn.Module):
         table, runs = context.table(index), context.runs
         part = table.unbind(1)  # six of [P, hidden]
         x = torch.empty_like(h)
-        for start, stop in row_chunks(0, h.shape[0]):
+        for start, stop in row_chunks(0, h.shape[0], context.chunks.rows):
             modulated_norm(
                 h, self.norm1, part[SHIFT_ATTENTION], part[SCALE_ATTENTION], runs, (start, stop), x[start:stop]
             )
-        attended = self.attn.attend(x, context.rotary, context.attention, index, context.forward)
-        for start, stop in row_chunks(0, h.shape[0]):
+        attended = self.attn.attend(x, context.rotary, context.attention, index, context.forward, context.chunks)
+        for start, stop in row_chunks(0, h.shape[0], context.chunks.rows):
             # x's rows are free once all heads have read them; they hold this chunk's normed input from here on
             gated_add_(h, part[GATE_ATTENTION], self.attn.out_proj(attended[start:stop]), runs, start, stop)
             y = modulated_norm(h, self.norm2, part[SHIFT_FFN], part[SCALE_FFN], runs, (start, stop), x[start:stop])
