@@ -162,6 +162,11 @@ register("schedule/reference", _LOSSLESS, "49 forwards, shifts 12 and 3: the rel
 register("schedule/steps", _APPROXIMATE, "a forward count other than the release's 49 walks another path")
 register("schedule/shifts", _APPROXIMATE, "shifts other than 12 (picture) and 3 (sound) walk another path")
 register("recipe/reference", _LOSSLESS, "conditions sampled with seed 42 and rounded to fp16, as the reference does")
+register("recipe/comfy", _APPROXIMATE, "conditions at ComfyUI's sizes, posterior means without rounding")
+register("condition/kept", _LOSSLESS, "the prompt's states kept from an earlier encode of exactly the same inputs")
+register(
+    "condition/other-encoder", _APPROXIMATE, "the prompt's states come from another encoder file than this model's"
+)
 register("encoder/stored", _LOSSLESS, "the text encoder computes in the dtype its file stores")
 register("encoder/float32", _LOSSLESS, "the text encoder's weights cast up to float32")
 register("encoder/file-approximate", _APPROXIMATE, "the text encoder file itself is not the released precision")

@@ -1,18 +1,20 @@
-"""Pixels and sound to what conditions a render: placed on the canvas, cut to fit, every cut reported, then encoded.
+"""Pixels and sound to what conditions a render: placed on the canvas, cut to fit, every cut reported.
 
     first keyframe ── stretched to the canvas ──┐
-    last keyframe ─── cover-cropped ────────────┼─▶ Placed (pixels and samples) ──▶ video VAE (posterior sampled,
-    guides ── 24 fps, cut to the frames left, ──┘     at a frame                     seed 42, fp16) ─▶ Guide
-              17k+5, cover-cropped                                                  audio VAE (mean)
-    source clip ── 24 fps, cut or padded to the canvas ──────────────────────────▶ posterior mean ─▶ AVLatent
-    masks ── canvas pixels and seconds ──────────────────────────────────────────▶ latent cells ─▶ Masks
+    last keyframe ─── cover-cropped ────────────┼─▶ Placed (pixels and samples at a frame) ─▶ VAEs ─▶ Guide
+    guides ── 24 fps, cut to the frames left, ──┘
+              17k+5, cover-cropped
+    references ── references.py ──▶ PlacedReference ──────────────────────────────────────▶ VAEs ─▶ Reference
+    source clip ── 24 fps, cut or padded to the canvas ──▶ Placed ────────────▶ posterior mean ─▶ AVLatent
+    masks ── canvas pixels and seconds ───────────────────────────────────────▶ latent cells ─▶ Masks
 
-``place`` reads media and checks everything before any weights are loaded; ``encode`` needs the VAEs.
+``place`` reads media and checks everything before any weights are loaded; ``render.encode`` needs the VAEs. The recipe
+comfy crops before it resizes, and stretches the first frame only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import media
-from .errors import H3Error, NonFiniteError
+from .errors import H3Error
 from .geometry import (
     AUDIO_CHANNELS,
     AUDIO_HOP,
@@ -35,9 +37,12 @@ from .geometry import (
     ratio_value,
     snap_frames,
 )
-from .job import VIDEO_CHANNELS, AVLatent, Guide, Masks, pool_pixels
+from .job import VIDEO_CHANNELS, Masks, pool_pixels
 from .latents import PartialLatent, load_latent
+from .references import PlacedReference, describe_names, place_references, read_memory
 from .request import GuideRequest, Media, RenderRequest, SoundMask
+from .text.conditions import MadeCondition, load_condition, refuse_other
+from .text.shown import Shown
 
 STRETCH_REPORTED = 0.02
 READ_AHEAD = 5 * FPS  # frames read past what is used, so that a film as a guide costs neither memory nor time
@@ -66,11 +71,18 @@ class Placement:
     masks: Masks | None
     state: PartialLatent | None
     notes: tuple[str, ...]
+    references: tuple[PlacedReference, ...] = ()
+    condition: MadeCondition | None = None
 
     @property
-    def pictures(self) -> list[np.ndarray]:
-        """The keyframes as the text encoder sees them: uint8 [H, W, 3] on the canvas, in packed order."""
-        return [guide.frames[0] for guide in self.guides if guide.keyframe]
+    def task(self) -> str:
+        """ref2va with references, fl2va with guides, else t2va."""
+        return "ref2va" if self.references else "fl2va" if self.guides else "t2va"
+
+    @property
+    def shown(self) -> tuple[Shown, ...]:
+        """What the text encoder sees before the prompt: the keyframes on the canvas, then the references."""
+        return (*_shown_keyframes(self.guides), *(reference.shown for reference in self.references))
 
 
 def place(request: RenderRequest) -> Placement:
@@ -87,17 +99,28 @@ def place(request: RenderRequest) -> Placement:
     notes += canvas.notes
     check_room(canvas)
     _check_latents(request, canvas, source, state)
+    cover = "crop" if request.recipe == "comfy" else "cover"
     guides = []
     for index, (medium, end, picture) in enumerate(keyframes):
-        frames = _on_canvas(medium.name, picture[None], canvas, stretch=index == 0, notes=notes)
+        stretched = (end if request.recipe == "comfy" else index) == 0
+        frames = _on_canvas(medium.name, picture[None], canvas, "stretch" if stretched else cover, notes)
         guides.append(Placed(medium.name, end % canvas.num_frames, frames, None, keyframe=True))
-    middle = [(_place_guide(guide, canvas, notes), guide) for guide in request.guides]
+    middle = [(_place_guide(guide, canvas, cover, notes), guide) for guide in request.guides]
     guides += [placed for placed, _ in sorted(middle, key=_guide_order)]  # order of naming must not change the noise
     placed_source = source
     if isinstance(source, media.Clip):
         placed_source = _place_source(request.source.name, source, canvas, notes)
+    references = place_references(request.references, canvas, request.recipe, notes)
     masks = _masks(request, canvas, notes)
-    return Placement(canvas, tuple(guides), placed_source, masks, state, tuple(notes))
+    condition = None if request.embeds is None else load_condition(request.embeds.path)
+    placement = Placement(canvas, tuple(guides), placed_source, masks, state, (), references, condition)
+    if condition is not None:
+        refuse_other(condition, request.embeds.name, request.prompt, request.recipe, placement.shown)
+    return replace(placement, notes=(*notes, *describe_names(request.prompt, placement.shown)))
+
+
+def _shown_keyframes(guides: Sequence[Placed]) -> Iterator[Shown]:
+    return (Shown("picture", guide.name, guide.frames, keyframe=True) for guide in guides if guide.keyframe)
 
 
 def choose_canvas(
@@ -166,7 +189,8 @@ def _clip_ratio(width: int, height: int) -> tuple[int, int]:
 def _read(medium: Media, max_frames: int | None = None) -> media.Clip:
     """A medium as a clip at 24 fps; a picture is a clip of one frame. Of a file at most ``max_frames`` are read."""
     if medium.path is None:
-        return _from_memory(medium)
+        frames, audio = read_memory(medium)
+        return media.Clip(frames=frames, fps=float(FPS), audio=audio, notes=())
     kind = media.kind_of(medium.path)
     if kind == "image":
         return media.Clip(frames=media.read_image(medium.path)[None], fps=float(FPS), audio=None, notes=())
@@ -176,21 +200,6 @@ def _read(medium: Media, max_frames: int | None = None) -> media.Clip:
         return media.Clip(frames=None, fps=float(FPS), audio=audio, notes=())
     clip = media.read_clip(medium.path, max_frames=max_frames)
     return replace(clip, notes=tuple(f"{medium.name}: {note}" for note in clip.notes))
-
-
-def _from_memory(medium: Media) -> media.Clip:
-    frames, audio = medium.frames, medium.audio
-    if frames is not None:
-        frames = torch.as_tensor(frames).cpu().numpy()
-        if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or 0 in frames.shape:
-            raise H3Error(f"{medium.name} has pixels {list(frames.shape)} {frames.dtype}: give uint8 [f, h, w, 3]")
-    if audio is not None:
-        audio = torch.as_tensor(audio).float().cpu()
-        if audio.ndim != 2 or audio.shape[0] != AUDIO_CHANNELS or not audio.shape[1]:
-            raise H3Error(f"{medium.name} has sound {list(audio.shape)}: give [2, samples] at {SAMPLE_RATE} Hz")
-        if not bool(torch.isfinite(audio).all()):
-            raise NonFiniteError(f"the sound of {medium.name} holds NaN or infinity: make it again")
-    return media.Clip(frames=frames, fps=float(FPS), audio=audio, notes=())
 
 
 def _read_source(medium: Media, frames: int | None) -> media.Clip | PartialLatent:
@@ -220,12 +229,16 @@ def _read_picture(medium: Media) -> np.ndarray:
     return clip.frames[0]
 
 
-def _on_canvas(name: str, frames: np.ndarray, canvas: Canvas, stretch: bool, notes: list[str]) -> np.ndarray:
-    """uint8 [f, h, w, 3] -> [f, H, W, 3]: stretched, or resized to cover and cropped in the middle."""
+def _on_canvas(name: str, frames: np.ndarray, canvas: Canvas, how: str, notes: list[str]) -> np.ndarray:
+    """uint8 [f, h, w, 3] -> [f, H, W, 3].
+
+    ``how``: stretch; cover (resized until it covers, then cropped in the middle); crop (cropped to the ratio first, the
+    recipe comfy's order).
+    """
     height, width = frames.shape[1:3]
     if (width, height) == (canvas.width, canvas.height):
         return frames
-    if stretch:
+    if how == "stretch":
         change = (canvas.width / canvas.height) / (width / height)
         if abs(change - 1) > STRETCH_REPORTED:
             percent = (max(change, 1 / change) - 1) * 100
@@ -240,7 +253,8 @@ def _on_canvas(name: str, frames: np.ndarray, canvas: Canvas, stretch: bool, not
             f"{name} ({width}x{height}) is too long and narrow for {canvas.width}x{canvas.height}: less than "
             f"1/{COVER_LIMIT} of it would be seen; crop it first"
         )
-    placed = [media.resize_cover(frame, canvas.width, canvas.height) for frame in frames]
+    resize = media.crop_then_resize if how == "crop" else media.resize_cover
+    placed = [resize(frame, canvas.width, canvas.height) for frame in frames]
     left, top, right, bottom = placed[0][1]
     lost = 1 - (right - left) * (bottom - top) / (width * height)
     if lost > 0.001:
@@ -251,7 +265,7 @@ def _on_canvas(name: str, frames: np.ndarray, canvas: Canvas, stretch: bool, not
     return np.stack([frame for frame, _ in placed])
 
 
-def _place_guide(guide: GuideRequest, canvas: Canvas, notes: list[str]) -> Placed:
+def _place_guide(guide: GuideRequest, canvas: Canvas, cover: str, notes: list[str]) -> Placed:
     name = guide.media.name
     index = guide.frame_index(canvas.num_frames)
     limit = canvas.num_frames - index + READ_AHEAD
@@ -267,7 +281,7 @@ def _place_guide(guide: GuideRequest, canvas: Canvas, notes: list[str]) -> Place
                 f"{name}: {kept} of {more}{count} frames held from frame {index} "
                 f"({kept / FPS:.3f} of {more}{count / FPS:.3f} s; {room} frames are left, clips are 17k + 5 or 1)"
             )
-        frames = _on_canvas(name, frames[:kept], canvas, stretch=False, notes=notes)
+        frames = _on_canvas(name, frames[:kept], canvas, cover, notes)
     if audio is not None:
         room, count = canvas.audio_samples - audio_samples(index), audio.shape[1]
         more = "at least " if count >= audio_samples(limit) - 1 else ""
@@ -302,7 +316,7 @@ def _place_source(name: str, clip: media.Clip, canvas: Canvas, notes: list[str])
     elif count < wanted:
         notes.append(f"{name}: its last frame is repeated {wanted - count} times to fill {wanted} frames")
         frames = np.concatenate([frames, np.repeat(frames[-1:], wanted - count, axis=0)])
-    frames = _on_canvas(name, frames, canvas, stretch=False, notes=notes)
+    frames = _on_canvas(name, frames, canvas, "cover", notes)
     if clip.audio is None:
         notes.append(f"{name} has no sound: silence stands in its place")
         audio = torch.zeros(AUDIO_CHANNELS, canvas.audio_t * AUDIO_HOP)
@@ -348,22 +362,6 @@ def _mask_pixels(mask: Media, canvas: Canvas) -> Tensor:
             f"of {canvas.width}x{canvas.height}; resize the mask or give --size"
         )
     return pixels
-
-
-def encode_guide(placed: Placed, video_vae, audio_vae) -> Guide:
-    """Pixels and samples to latents: the picture's posterior sampled with seed 42 and rounded to fp16, sound's mean."""
-    video = audio = None
-    if placed.frames is not None:
-        video = video_vae.encode_condition(torch.from_numpy(np.ascontiguousarray(placed.frames))).cpu()
-    if placed.audio is not None:
-        audio = audio_vae.encode(placed.audio[None]).cpu()
-    return Guide(placed.frame_index, video, audio, placed.strength, placed.keyframe, placed.name)
-
-
-def encode_source(placed: Placed, video_vae, audio_vae, progress: Callable[[int, int], None] | None = None) -> AVLatent:
-    """The clip to edit in latent space: posterior means, so that keeping it keeps one definite clip."""
-    frames = torch.from_numpy(np.ascontiguousarray(placed.frames))
-    return AVLatent(video_vae.encode_mean(frames, progress).cpu(), audio_vae.encode(placed.audio[None]).cpu())
 
 
 def with_size(request: RenderRequest, canvas: Canvas) -> RenderRequest:

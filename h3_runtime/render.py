@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,21 +19,27 @@ import torch
 
 from . import __version__
 from .checkpoint.load import CheckpointInfo, load_audio_vae, load_dit, load_video_vae
+from .checkpoint.opening import open_checkpoint
 from .checkpoint.parts import PartPaths
 from .checkpoint.reader import fingerprint, listed
 from .decode import Decoder
 from .errors import H3Error
 from .fidelity import Fidelity, compose
 from .geometry import FPS, TRAINED_FRAMES, Canvas
-from .guides import Placed, Placement, encode_guide, encode_source, place
-from .job import AVLatent, RenderJob
+from .guides import Placed, Placement, place
+from .job import AVLatent, Guide, Reference, RenderJob, TextCondition
 from .latents import PartialLatent
 from .models.precision import exact_float32
 from .recovery import RecoveryFolder, RunRecovery
+from .references import encode_pixels
 from .request import RenderRequest
 from .sampler import SampleResult, sample
 from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, Schedule, plan_schedule
-from .text.encoder import TextEncoder
+from .text.conditions import ConditionCache, ConditionRecord, MadeCondition, describe_shown, versions
+from .text.embeddings import resolve_prompt
+from .text.encoder import TextEncoder, open_weights
+from .text.shown import present_shown
+from .text.tokenizer import find_vocabulary, vocabulary_sha256
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
@@ -48,8 +54,12 @@ class Models:
         device: str | torch.device = "cpu",
         layout: str | None = None,
         keep: bool = False,
+        embedding_folders: Sequence[str | Path] = (),
+        conditions: ConditionCache | None = None,
     ):
         self.parts, self.dtype, self.device, self.layout, self.keep = parts, dtype, device, layout, keep
+        self.embedding_folders = tuple(embedding_folders)
+        self.conditions = ConditionCache() if conditions is None else conditions
         self.infos: dict[str, CheckpointInfo] = {}
         self._loaded: dict[str, torch.nn.Module | TextEncoder] = {}
 
@@ -58,13 +68,13 @@ class Models:
         """float32 when the weights are cast up, None when they stay as stored: what a request's ``dtype`` says."""
         return "float32" if self.dtype == torch.float32 else None
 
-    def check(self, task: str) -> None:
-        """Raise before any weights are read when a part of the model is missing."""
+    def check(self, task: str, encoder: bool = True) -> None:
+        """Raise before any weights are read when a part of the model is missing; ``encoder``: whether it is needed."""
         self.parts.dit_for(task)
         for name, path in (
             ("video VAE", self.parts.video_vae),
             ("audio VAE", self.parts.audio_vae),
-            ("text encoder", self.parts.text_encoder),
+            ("text encoder", self.parts.text_encoder if encoder else Path()),
         ):
             if path is None:
                 unusable = f" (not usable: {listed(self.parts.skipped, '; ')})" if self.parts.skipped else ""
@@ -97,19 +107,27 @@ class Models:
         def load():
             path = self.parts.text_encoder
             encoder = TextEncoder.load(path, self.parts.tokenizer, dtype=self.dtype, device=self.device)
-            info = CheckpointInfo(
-                path=str(path),
-                format="text encoder",
-                part="text_encoder",
-                partition="unknown",
-                dtypes={},
-                nbytes=sum(p.numel() * p.element_size() for p in encoder.module.parameters()),
-                fingerprint=fingerprint(encoder.files),
-                notes=tuple(encoder.notes),
-            )
-            return encoder, info
+            return encoder, self.describe_encoder(encoder.files, encoder.notes)
 
         return self._load("text_encoder", "text_encoder", load)
+
+    def describe_encoder(self, files: Sequence[Path], notes: Sequence[str]) -> CheckpointInfo:
+        """The encoder's info from its files, without its weights: a kept condition needs no more."""
+        return CheckpointInfo(
+            path=str(self.parts.text_encoder),
+            format="text encoder",
+            part="text_encoder",
+            partition="unknown",
+            dtypes={},
+            nbytes=sum(file.stat().st_size for file in files),
+            fingerprint=fingerprint(files),
+            notes=tuple(notes),
+        )
+
+    def text_width(self, task: str) -> int:
+        """How wide the DiT of ``task`` wants a condition's rows, from its header."""
+        checkpoint = open_checkpoint(self.parts.dit_for(task).path, "dit", self.layout)
+        return checkpoint.shapes["condition_proj.weight"][1]
 
     def _load(self, key: str, part: str, load: Callable):
         if key not in self._loaded:
@@ -146,6 +164,7 @@ class RenderResult:
     recovery: RunRecovery | None = None
     device: str = "cpu"
     dtype: str | None = None  # float32 when the weights were cast up, None as stored
+    record: ConditionRecord | None = None  # what the text condition was made from
 
     @property
     def canvas(self) -> Canvas:
@@ -174,11 +193,12 @@ def render_request(
     with _timed(seconds, "place"):
         check_options(request)
         placement = place(request)
-        task = "fl2va" if placement.guides else "t2va"
+        task = placement.task
         notes = [*placement.notes, *check_request(request, placement, models, task)]
     with _timed(seconds, "encode"):
         report("encode", 0, 1)
-        job = encode(request, placement, models)
+        condition = condition_text(request, placement, models)
+        job = encode(request, placement, models, condition.text)
         report("encode", 1, 1)
     with _timed(seconds, "load"):
         report("load", 0, 1)
@@ -197,7 +217,7 @@ def render_request(
     if sampled.finished:  # what decodes it belongs to the label and the manifest
         with _timed(seconds, "load VAEs"):
             models.video_vae(), models.audio_vae()
-    fidelity = label(job, sampled, models)
+    fidelity = label(job, sampled, models, condition)
     notes += job.text.notes
     if sampled.resumed_after is not None:
         notes.append(f"taken up after forward {sampled.resumed_after} of {job.num_forwards}, saved by an earlier run")
@@ -221,13 +241,14 @@ def render_request(
         recovery=run,
         device=str(models.device),
         dtype=models.cast_to,
+        record=condition.record,
     )
 
 
 def run_recovery(folder: RecoveryFolder, request: RenderRequest, job: RenderJob, models: Models) -> RunRecovery:
     """Where this job's states are kept: named by all that decides its output, checkpoints and versions included."""
     parts = ["dit", "text_encoder"]
-    if job.guides or job.source is not None:
+    if job.guides or job.references or job.source is not None:
         parts += ["video_vae", "audio_vae"]
     made_by = [f"{part}={models.infos[part].fingerprint}" for part in parts if part in models.infos]
     fingerprint = job.fingerprint(*made_by, str(models.dtype), __version__)
@@ -267,7 +288,14 @@ def check_request(request: RenderRequest, placement: Placement, models: Models, 
         notes.append(f"denoise {request.denoise} of {request.num_forwards} forwards rounds to the full run: no effect")
     if request.source is not None and placement.masks is None and (schedule.from_noise or placement.state is not None):
         notes.append(f"{request.source.name} only gave the size: without a mask, denoise or start it has no effect")
-    models.check(task)
+    models.check(task, encoder=placement.condition is None)
+    if placement.condition is not None:
+        width, needed = placement.condition.text.hidden.shape[1], models.text_width(task)
+        if width != needed:
+            raise H3Error(
+                f"the condition in {request.embeds.name} is {width} wide and this DiT reads {needed}: it was made with "
+                "another text encoder, make it again with this model's"
+            )
     return notes
 
 
@@ -292,20 +320,97 @@ def run_fingerprint(job: RenderJob, dit: CheckpointInfo, dtype: str | None) -> s
 
 
 @exact_float32()
-def encode(request: RenderRequest, placement: Placement, models: Models) -> RenderJob:
-    """Prompt and media to the job that the sampler runs."""
-    text = models.text_encoder().encode(request.prompt, placement.pictures)
+def condition_text(request: RenderRequest, placement: Placement, models: Models) -> MadeCondition:
+    """The prompt and what stands before it as the DiT's text rows: from a file, from the cache, else encoded.
+
+    The record that names a condition needs the encoder's header and fingerprint only, so its weights are read for a
+    prompt or reference that is new, never for a new seed.
+    """
+    if placement.condition is not None:
+        return _loaded_condition(request, placement.condition, models)
+    weights = open_weights(models.parts.text_encoder)
+    info = models.describe_encoder(weights.source.files, weights.source.notes)
+    resolved = resolve_prompt(request.prompt, models.embedding_folders, weights.config.hidden, request.recipe)
+    record = ConditionRecord(
+        prompt=request.prompt,
+        recipe=request.recipe,
+        encoder=f"{weights.source.path.name}, state after layer {weights.config.layers}",
+        fingerprint=info.fingerprint,
+        vocabulary=vocabulary_sha256(find_vocabulary(models.parts.text_encoder, models.parts.tokenizer)),
+        dtype=models.cast_to or "stored",
+        made_with=versions(models.device),
+        items=describe_shown(placement.shown),
+        embeddings=resolved.used,
+        read_as=resolved.read_as,
+        approximate=info.approximate,
+    )
+    made = models.conditions.get(record)
+    if made is None:
+        items, inputs = present_shown(placement.shown, request.recipe)
+        text = models.text_encoder().encode_items(request.prompt, items, inputs, resolved.pieces)
+        made = MadeCondition(replace(text, notes=(*text.notes, *resolved.notes)), record)
+        refused = models.conditions.put(made)
+        if refused:
+            made = replace(made, text=replace(made.text, notes=(*made.text.notes, refused)))
     models.done("text_encoder")
-    guides, source = [], None
+    models.infos["text_encoder"] = info
+    return made
+
+
+def _loaded_condition(request: RenderRequest, made: MadeCondition, models: Models) -> MadeCondition:
+    record, file = made.record, request.embeds.name
+    here = None
+    if models.parts.text_encoder is not None:
+        here = fingerprint(open_weights(models.parts.text_encoder).source.files)
+    note = f"the prompt's states come from {file}, made by {record.encoder}"
+    if here not in (None, record.fingerprint):
+        note += f"; {models.parts.text_encoder.name} in the model folder is another encoder and would give other states"
+    models.infos["text_encoder"] = CheckpointInfo(
+        path=request.embeds.path,
+        format="saved condition",
+        part="text_encoder",
+        partition="unknown",
+        dtypes={},
+        nbytes=Path(request.embeds.path).stat().st_size,
+        fingerprint=record.fingerprint,
+        approximate=record.approximate,
+    )
+    notes = (*made.text.notes, note)
+    return replace(made, text=replace(made.text, notes=notes), other_encoder=here not in (None, record.fingerprint))
+
+
+@exact_float32()
+def encode(request: RenderRequest, placement: Placement, models: Models, text: TextCondition) -> RenderJob:
+    """Media to the job that the sampler runs, one VAE at a time: every picture first, then every sound."""
+    placed = [*placement.guides, *placement.references]
+    source, edited = None, placement.source if isinstance(placement.source, Placed) else None
     if isinstance(placement.source, PartialLatent):
         source = placement.source.latent
-    if placement.guides or isinstance(placement.source, Placed):
-        video_vae, audio_vae = models.video_vae(), models.audio_vae()
-        guides = [encode_guide(placed, video_vae, audio_vae) for placed in placement.guides]
-        if isinstance(placement.source, Placed):
-            source = encode_source(placement.source, video_vae, audio_vae)
-        del video_vae, audio_vae
-    models.done("video_vae", "audio_vae")
+    videos: list[torch.Tensor | None] = [None] * len(placed)
+    sounds: list[torch.Tensor | None] = [None] * len(placed)
+    if edited is not None or any(item.frames is not None for item in placed):
+        vae = models.video_vae()
+        for index, item in enumerate(placed):
+            if item.frames is not None:
+                videos[index] = encode_pixels(item.frames, vae, request.recipe)
+        source_video = None if edited is None else encode_pixels(edited.frames, vae, mean=True)
+        del vae
+    models.done("video_vae")
+    if edited is not None or any(item.audio is not None for item in placed):
+        vae = models.audio_vae()
+        for index, item in enumerate(placed):
+            if item.audio is not None:
+                sounds[index] = vae.encode(item.audio[None]).cpu()
+        if edited is not None:
+            source = AVLatent(source_video, vae.encode(edited.audio[None]).cpu())
+        del vae
+    models.done("audio_vae")
+    guides, references = [], []
+    for item, video, sound in zip(placed, videos, sounds):
+        if isinstance(item, Placed):
+            guides.append(Guide(item.frame_index, video, sound, item.strength, item.keyframe, item.name))
+        else:
+            references.append(Reference(item.kind, video, sound, item.name))
     state = None
     if placement.state is not None:
         state = placement.state.latent
@@ -314,6 +419,7 @@ def encode(request: RenderRequest, placement: Placement, models: Models) -> Rend
         canvas=placement.canvas,
         text=text,
         guides=tuple(guides),
+        references=tuple(references),
         masks=placement.masks,
         source=source,
         state=state,
@@ -328,13 +434,14 @@ def encode(request: RenderRequest, placement: Placement, models: Models) -> Rend
     )
 
 
-def label(job: RenderJob, sampled: SampleResult, models: Models) -> Fidelity:
+def label(job: RenderJob, sampled: SampleResult, models: Models, condition: MadeCondition | None = None) -> Fidelity:
     """The render's fidelity from what ran. A checkpoint that is itself approximate makes every render so."""
     infos = models.infos
     cast = models.cast_to is not None and not ("dit" in infos and set(infos["dit"].dtypes) == {"F32"})
     reasons = {}
-    names = ["dit/float32" if cast else "dit/stored", "encoder/float32" if cast else "encoder/stored"]
-    names += ["attention/sdpa", "chunks/canonical", "refiner/once", "solver/euler", "recipe/reference"]
+    names = ["dit/float32" if cast else "dit/stored", *_condition_paths(condition, cast)]
+    names += ["attention/sdpa", "chunks/canonical", "refiner/once", "solver/euler"]
+    names.append("recipe/reference" if job.request is None else f"recipe/{job.request.recipe}")
     names.append("modulation/tables" if sampled.tables_before_loop else "modulation/by-forward")
     steps = job.num_forwards == DEFAULT_FORWARDS
     shifts = (job.video_shift, job.audio_shift) == (VIDEO_SHIFT, AUDIO_SHIFT)
@@ -348,7 +455,20 @@ def label(job: RenderJob, sampled: SampleResult, models: Models) -> Fidelity:
             reasons.update({path: info.approximate for path in info.paths if not path.startswith("kernel/")})
     if job.state is not None:
         names.append("resume/state")
-    return compose(names, beyond_the_reference(job), "fp32 compute" if cast else "", reasons)
+    beyond = beyond_the_reference(job)
+    if condition is not None and condition.record.embeddings:
+        beyond.append("prompt embeddings")
+    return compose(names, beyond, "fp32 compute" if cast else "", reasons)
+
+
+def _condition_paths(condition: MadeCondition | None, cast: bool) -> list[str]:
+    cast = cast if condition is None or not condition.kept else condition.record.dtype == "float32"
+    paths = ["encoder/float32" if cast else "encoder/stored"]
+    if condition is not None and condition.kept:
+        paths.append("condition/kept")
+    if condition is not None and condition.other_encoder:
+        paths.append("condition/other-encoder")
+    return paths
 
 
 def beyond_the_reference(job: RenderJob) -> list[str]:

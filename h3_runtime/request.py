@@ -26,6 +26,9 @@ from .geometry import AUDIO_CHANNELS, AUDIO_LATENT_RATE, FPS, is_number, is_whol
 from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, check_seed
 
 WORD_MASKS = ("keep", "all")
+RECIPES = ("reference", "comfy")
+REFERENCE_LIMITS = {"image": 9, "video": 3, "audio": 3}
+MAX_REFERENCES = 12
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,39 @@ class GuideRequest:
 
 
 @dataclass(frozen=True)
+class ReferenceRequest:
+    """One reference in the user's order: ``kind`` image, video (with its soundtrack, unless ``sound`` is off) or audio.
+
+    ``fps``: the rate of frames in memory, where it is not 24; a file tells its own.
+    """
+
+    kind: str
+    media: Media
+    sound: bool = True
+    fps: float | None = None
+
+    def __post_init__(self):
+        if self.kind not in REFERENCE_LIMITS:
+            raise H3Error(f"reference {self.media.name} is of kind {self.kind!r}: give image, video or audio")
+        if self.fps is not None and (self.kind != "video" or self.media.path is not None):
+            raise H3Error(f"reference {self.media.name} was given a rate: only frames in memory need one")
+        if self.fps is not None and not (is_number(self.fps) and 1 <= self.fps <= 1000):
+            raise H3Error(f"reference {self.media.name} has {self.fps!r} frames a second: give 1 to 1000")
+
+
+def check_references(references: tuple[ReferenceRequest, ...]) -> None:
+    """H3Error for more references than the model was taught, or for sounds alone."""
+    for kind, limit in REFERENCE_LIMITS.items():
+        count = sum(reference.kind == kind for reference in references)
+        if count > limit:
+            raise H3Error(f"{count} {kind} references were given: at most {limit} are possible, leave some out")
+    if len(references) > MAX_REFERENCES:
+        raise H3Error(f"{len(references)} references were given: at most {MAX_REFERENCES} in all, leave some out")
+    if references and all(reference.kind == "audio" for reference in references):
+        raise H3Error("a sound cannot be the only reference: add a picture or a clip that it belongs to")
+
+
+@dataclass(frozen=True)
 class SoundMask:
     """Where the sound is made anew: time ranges (value 1), or a curve of (seconds, value) points; else it is kept.
 
@@ -205,6 +241,7 @@ class RenderRequest:
 
     ``mask`` is a picture, one per frame, or the words keep / all; ``sound_mask`` a SoundMask or the same words;
     ``source`` is the clip that masks keep and denoise starts from; ``state`` a saved partial latent to continue.
+    ``references`` stand in the user's order; ``embeds`` is a saved condition of this prompt, which spares the encoder.
     """
 
     prompt: str
@@ -215,6 +252,8 @@ class RenderRequest:
     first_frame: Media | None = None
     last_frame: Media | None = None
     guides: tuple[GuideRequest, ...] = ()
+    references: tuple[ReferenceRequest, ...] = ()
+    embeds: Media | None = None
     mask: Media | str | None = None
     sound_mask: SoundMask | str | None = None
     source: Media | None = None
@@ -241,8 +280,11 @@ class RenderRequest:
             if isinstance(mask, str) and mask not in WORD_MASKS:
                 raise H3Error(f"{name} {mask!r}: give a file, keep or all")
         check_seed(self.seed)
-        if self.recipe != "reference":
-            raise H3Error(f"recipe {self.recipe!r}: only 'reference' is built")
+        if self.recipe not in RECIPES:
+            raise H3Error(f"recipe {self.recipe!r} is unknown: choose {' or '.join(RECIPES)}")
+        check_references(self.references)
+        if self.embeds is not None and self.embeds.path is None:
+            raise H3Error("a saved condition must be a file: make one with embed save")
         if self.dtype not in (None, "float32"):
             raise H3Error(f"dtype {self.dtype!r}: leave it out (as stored) or give float32")
         if (self.mask is not None or self.sound_mask is not None) and self.source is None and self.state is None:
@@ -253,5 +295,7 @@ class RenderRequest:
         """All media of the request by input name, in a fixed order."""
         named = {"first frame": self.first_frame, "last frame": self.last_frame, "source": self.source}
         named |= {f"guide {i}": guide.media for i, guide in enumerate(self.guides, 1)}
+        named |= {f"reference {i}": reference.media for i, reference in enumerate(self.references, 1)}
+        named |= {"embeds": self.embeds}
         named |= {"mask": self.mask if isinstance(self.mask, Media) else None, "state": self.state}
         return {name: media for name, media in named.items() if media is not None}

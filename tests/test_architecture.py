@@ -24,9 +24,9 @@ GROUPS = tuple(
     tuple(group.split())
     for group in (
         "errors fidelity geometry schedule < models quant checkpoint/reader < request job media soundness mask_picture "
-        "< layout < steps "
-        "< checkpoint < lora memory/streaming < text guides latents extend < accelerators < recovery < sampler decode "
-        "< memory/plan < render < manifest < save < graph < compare engines < demo < verify bench selftest < cli < __main__"
+        "< layout < steps < checkpoint < lora memory/streaming < text references guides latents extend < accelerators "
+        "< recovery < sampler decode < memory/plan < render < manifest < save < graph < compare engines < demo "
+        "< verify bench selftest < cli < __main__"
     ).split(" < ")
 )
 RANK = {entry: rank for rank, group in enumerate(GROUPS) for entry in group}

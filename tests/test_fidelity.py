@@ -8,17 +8,22 @@ import pytest
 import torch
 
 from h3_runtime.checkpoint.load import load_audio_vae, load_dit, load_video_vae
+from h3_runtime.checkpoint.parts import find_parts
 from h3_runtime.demo.maker import make_model
+from h3_runtime.demo.text_maker import make_text_encoder
 from h3_runtime.fidelity import REGISTRY, Label, compose, register, use
 from h3_runtime.geometry import Canvas
 from h3_runtime.guides import place
 from h3_runtime.job import AVLatent, Guide, Masks, RenderJob, TextCondition
 from h3_runtime.lora import Lora, apply, plan
 from h3_runtime.models import attention, dit
-from h3_runtime.render import Models, beyond_the_reference, label
+from h3_runtime.references import encode_pixels
+from h3_runtime.render import Models, beyond_the_reference, condition_text, label
 from h3_runtime.request import Media, RenderRequest
 from h3_runtime.sampler import sample
+from h3_runtime.text.conditions import ConditionCache, save_condition
 from h3_runtime.text.encoder import TextEncoder
+from h3_runtime.text.shown import Shown, present_shown
 
 from .quantised_proofs import PROOFS as QUANTISED
 
@@ -127,6 +132,48 @@ def condition_recipe(model, monkeypatch):
     return torch.equal(first, second)
 
 
+def condition_means(model, monkeypatch):
+    """ComfyUI's recipe encodes another condition, and the encoder is shown another picture."""
+    pixels = (noise(1, 64, 96, 3).abs() * 80).clamp(0, 255).to(torch.uint8).numpy()
+    shown = [Shown("picture", "p", (noise(1, 70, 90, 3).abs() * 80).clamp(0, 255).to(torch.uint8).numpy())]
+    ours, theirs = (present_shown(shown, recipe)[1][0].patches for recipe in ("reference", "comfy"))
+    assert ours.shape != theirs.shape or not torch.equal(ours, theirs)
+    return not torch.equal(*(encode_pixels(pixels, model.video_vae, recipe) for recipe in ("reference", "comfy")))
+
+
+def encode_twice(models: Models, prompt: str = "a red ball") -> tuple:
+    request = RenderRequest(prompt, (96, 64), frames=22)
+    return tuple(condition_text(request, place(request), models) for _ in range(2))
+
+
+def condition_kept(model, monkeypatch):
+    """States out of memory, and out of a file, are those of the first encode."""
+    parts, kept = find_parts(model.folder), model.folder / "kept"
+    first, second = encode_twice(Models(parts, conditions=ConditionCache(kept)))
+    third, _ = encode_twice(Models(parts, conditions=ConditionCache(kept)))
+    assert not first.kept and second.kept and third.kept
+    assert "condition/kept" in [part.name for part in label(job(), Sampled(), Models(parts), third).parts]
+    return torch.equal(first.text.hidden, second.text.hidden) and torch.equal(first.text.hidden, third.text.hidden)
+
+
+def condition_of_another(model, monkeypatch):
+    """A saved condition is taken beside another encoder, and then says so; that encoder's own states differ."""
+    parts, other = find_parts(model.folder), model.folder / "other"
+    make_text_encoder(other, seed=9)
+    there = replace(parts, text_encoder=other / "text_encoder.safetensors", tokenizer=other)
+    file = save_condition(model.folder / "c.safetensors", encode_twice(Models(parts))[0])
+    request = RenderRequest("a red ball", (96, 64), frames=22, embeds=Media(str(file)))
+    here, elsewhere = (condition_text(request, place(request), Models(p)) for p in (parts, there))
+    names = [part.name for part in label(job(), Sampled(), Models(there), elsewhere).parts]
+    assert not here.other_encoder and "condition/other-encoder" in names
+    assert any("another encoder" in note for note in elsewhere.text.notes)
+    return not torch.equal(elsewhere.text.hidden, encode_twice(Models(there))[0].text.hidden)
+
+
+class Sampled:
+    tables_before_loop = True
+
+
 def encoder_twice(dtype):
     def proof(model, monkeypatch):
         encoder = TextEncoder.load(model.folder / "text_encoder.safetensors", model.folder, dtype=dtype)
@@ -210,6 +257,9 @@ PROOFS = {
     "schedule/steps": differs(num_forwards=4),
     "schedule/shifts": differs(video_shift=6.0),
     "recipe/reference": condition_recipe,
+    "recipe/comfy": condition_means,
+    "condition/kept": condition_kept,
+    "condition/other-encoder": condition_of_another,
     "encoder/stored": encoder_twice(None),
     "encoder/float32": encoder_twice(torch.float32),
     "video-vae/float32": chunk_stream,
@@ -254,11 +304,12 @@ def test_a_render_at_the_release_settings_is_lossless():
     text = TextCondition(noise(9, 64), torch.ones(9, dtype=torch.int64))
     plain = RenderJob(canvas, text)
 
-    class Sampled:
-        tables_before_loop = True
+    def title(asked):
+        return label(asked, Sampled(), Models(None)).title
 
-    assert label(plain, Sampled(), Models(None)).title == "LOSSLESS"
-    assert label(replace(plain, num_forwards=20), Sampled(), Models(None)).label is Label.APPROXIMATE
+    assert title(plain) == "LOSSLESS"
+    assert title(replace(plain, num_forwards=20)) == "APPROXIMATE"
+    assert title(replace(plain, request=RenderRequest("", recipe="comfy"))) == "APPROXIMATE"
 
 
 def test_what_is_beyond_the_reference_is_listed():

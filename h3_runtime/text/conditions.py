@@ -45,7 +45,8 @@ class ConditionRecord:
     """What one condition was made from. ``items``: ``Shown.identity`` of each thing before the prompt, with its name.
 
     encoder: the file in words; fingerprint: of its weights; vocabulary: of its words; dtype: "stored" or "float32" as
-    asked; made_with: library versions and the kind of device; approximate: why the encoder file is not the release's.
+    asked; read_as: the prompt's pieces, where it was taken apart (text/embeddings.py); made_with: library versions and
+    the kind of device; approximate: why the encoder file is not the release's.
     """
 
     prompt: str
@@ -57,6 +58,7 @@ class ConditionRecord:
     made_with: tuple[tuple[str, str], ...] = ()
     items: tuple[dict[str, Any], ...] = ()
     embeddings: tuple[UsedEmbedding, ...] = ()
+    read_as: tuple[str, ...] | None = None
     approximate: str | None = None
 
     @property
@@ -79,15 +81,22 @@ class ConditionRecord:
         given["made_with"] = tuple(sorted(given["made_with"].items()))
         given["items"] = tuple(dict(item) for item in given["items"])
         given["embeddings"] = tuple(UsedEmbedding(**entry) for entry in given["embeddings"])
+        given["read_as"] = None if given["read_as"] is None else tuple(given["read_as"])
         return cls(**given)
 
 
 @dataclass(frozen=True)
 class MadeCondition:
-    """States with the record of what they were made from."""
+    """States with the record of what they were made from.
+
+    kept: they come from a file or the cache. other_encoder: the model folder has another encoder than the one that made
+    them.
+    """
 
     text: TextCondition
     record: ConditionRecord
+    kept: bool = False
+    other_encoder: bool = False
 
 
 def describe_shown(shown: Sequence[Shown]) -> tuple[dict[str, Any], ...]:
@@ -127,7 +136,7 @@ def load_condition(path: str | os.PathLike) -> MadeCondition:
         raise CheckpointError(
             f"{name} holds {', '.join(sorted(file.shapes))}: hidden and tags are needed; save it again"
         )
-    return MadeCondition(TextCondition(file.read("hidden"), file.read("tags"), notes, source), record)
+    return MadeCondition(TextCondition(file.read("hidden"), file.read("tags"), notes, source), record, kept=True)
 
 
 def refuse_other(made: MadeCondition, file: str, prompt: str, recipe: str, shown: Sequence[Shown]) -> None:
@@ -185,7 +194,7 @@ class ConditionCache:
             return None
         self.hits += 1
         self._keep(made)
-        return MadeCondition(made.text, record)  # the names of files are those of this request
+        return MadeCondition(made.text, record, kept=True)  # names of files are those of this request
 
     def put(self, made: MadeCondition) -> str | None:
         """Keep a condition; a sentence when the folder refuses it, which costs no more than another encode."""

@@ -57,23 +57,34 @@ class ResolvedPrompt:
     used: tuple[UsedEmbedding, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def read_as(self) -> tuple[str, ...] | None:
+        """The pieces in words: what of the prompt reached the encoder as text, and where an embedding stands."""
+        if self.pieces is None:
+            return None
+        return tuple(p.text if isinstance(p, TextPiece) else f"{MARK}{p.name}" for p in self.pieces)
+
 
 def names_embeddings(prompt: str) -> bool:
     """Whether the prompt holds ``embedding:`` where a name can stand."""
     return any(piece.startswith(MARK) and piece[len(MARK) :].split() for piece in _cut_at_marks(prompt))
 
 
-def resolve_prompt(prompt: str, folders: Sequence[str | os.PathLike], width: int) -> ResolvedPrompt:
+def resolve_prompt(
+    prompt: str, folders: Sequence[str | os.PathLike], width: int, recipe: str = "reference"
+) -> ResolvedPrompt:
     """Take ``prompt`` apart at its embeddings; ``width`` is the encoder's ``text_dim``.
 
     Without a folder nothing is looked for and the prompt stays as it is. A missing, unreadable or ill-fitting file is a
-    note with its reason, as a creator may still want the clip.
+    note with its reason, as a creator may still want the clip. The recipe ``comfy`` reads ``\\(`` and ``\\)`` as plain
+    parentheses, which ComfyUI does to every prompt.
     """
-    if not folders or not names_embeddings(prompt):
-        return ResolvedPrompt(None)
+    plain = prompt.replace("\\)", ")").replace("\\(", "(") if recipe == "comfy" else prompt
+    if not folders or not names_embeddings(plain):
+        return ResolvedPrompt(None if plain == prompt else (TextPiece(plain),))
     pieces: list[TextPiece | EmbeddingPiece] = []
     used, notes = [], []
-    for text in _cut_at_marks(prompt):
+    for text in _cut_at_marks(plain):
         words = text[len(MARK) :].split() if text.startswith(MARK) else []
         if not words:
             pieces.append(TextPiece(text))

@@ -14,6 +14,7 @@ only, no network: ``vocab.json`` and ``merges.txt`` lie beside the encoder, in a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -139,16 +140,8 @@ class Tokenizer:
         ``processor`` folder next to it, in the ComfyUI checkout ``comfy`` (or the one that the variable COMFYUI_PATH
         names), and in the ComfyUI that the encoder's folder lies in. Raises ``H3Error`` with the places it looked in.
         """
-        places = _places_to_look(encoder_path, folder, comfy)
-        for place in places:
-            if all((place / name).is_file() for name in VOCABULARY_FILES):
-                return cls.from_files(*(place / name for name in VOCABULARY_FILES))
-        looked = ", ".join(str(place) for place in places) or "no folder at all"
-        subject = f"for the text encoder {encoder_path}" if encoder_path else "for the text encoder"
-        raise H3Error(
-            f"no vocabulary (vocab.json with merges.txt) was found {subject}; looked in: {looked}; put the two files "
-            "beside the encoder or name a ComfyUI folder, which has them in comfy/text_encoders/qwen25_tokenizer"
-        )
+        place = find_vocabulary(encoder_path, folder, comfy)
+        return cls.from_files(*(place / name for name in VOCABULARY_FILES))
 
     @property
     def size(self) -> int:
@@ -172,6 +165,30 @@ class Tokenizer:
                 "no valid Unicode; remove or retype it"
             ) from error
         return self._pipeline.encode(text, add_special_tokens=False).ids
+
+
+def find_vocabulary(
+    encoder_path: str | Path | None = None, folder: str | Path | None = None, comfy: str | Path | None = None
+) -> Path:
+    """The folder that ``Tokenizer.find`` reads. ``H3Error`` with the places that were looked in."""
+    places = _places_to_look(encoder_path, folder, comfy)
+    for place in places:
+        if all((place / name).is_file() for name in VOCABULARY_FILES):
+            return place
+    looked = ", ".join(str(place) for place in places) or "no folder at all"
+    subject = f"for the text encoder {encoder_path}" if encoder_path else "for the text encoder"
+    raise H3Error(
+        f"no vocabulary (vocab.json with merges.txt) was found {subject}; looked in: {looked}; put the two files "
+        "beside the encoder or name a ComfyUI folder, which has them in comfy/text_encoders/qwen25_tokenizer"
+    )
+
+
+def vocabulary_sha256(folder: str | Path) -> str:
+    """Of vocab.json and merges.txt in ``folder``: which words an encoder's ids stand for."""
+    digest = hashlib.sha256()
+    for name in VOCABULARY_FILES:
+        digest.update((Path(folder) / name).read_bytes())
+    return digest.hexdigest()
 
 
 def _read_words(vocab: Path) -> dict[str, int]:
