@@ -512,7 +512,7 @@ class AudioVAE(nn.Module):
 
     @torch.no_grad()
     def encode(self, waveform: Tensor) -> Tensor:
-        """The normalised posterior mean of a stereo sound.
+        """The normalised posterior mean of a stereo sound, on the VAE's device wherever the sound is.
 
         ``waveform``: float32 [1, 2, L] at 32 kHz in [-1, 1], left then right, L >= 1; filled up with zeros on the right
         to a whole number of latents (800 samples each). Returns float32 [1, 32, 2, ceil(L / 800)]. Mono is refused:
@@ -521,6 +521,7 @@ class AudioVAE(nn.Module):
         """
         self._refuse_other_weights()
         _check_waveform(waveform)
+        waveform = waveform.to(self.latents_mean.device)
         ears = [self._encode_mono(waveform[:, ear : ear + 1]) for ear in range(AUDIO_CHANNELS)]
         latent = torch.stack(ears, dim=2)  # [1, 32, 2, T]
         if not torch.isfinite(latent).all():
@@ -539,6 +540,7 @@ class AudioVAE(nn.Module):
         """
         self._refuse_other_weights()
         _check_latent(latent, self.config.latent_channels)
+        latent = latent.to(self.latents_mean.device)
         ears = []
         for ear in range(AUDIO_CHANNELS):
             sound = self._decode_mono(latent[:, :, ear])  # [1, 1, 800 T]
