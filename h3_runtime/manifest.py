@@ -21,7 +21,7 @@ from .errors import H3Error
 from .guides import with_size
 from .media import read_metadata
 from .render import RenderResult, environment
-from .request import GuideRequest, Media, RenderRequest, SoundMask
+from .request import GuideRequest, Media, ReferenceRequest, RenderRequest, SoundMask
 
 VERSION = 1
 METADATA_KEY = "h3_manifest"
@@ -67,6 +67,7 @@ def make_manifest(result: RenderResult) -> dict:
             }
             for part, info in sorted(result.infos.items())
         },
+        "conditioning": None if result.record is None else result.record.to_dict(),
         "fidelity": result.fidelity.to_dict(),
         "environment": environment(result.device),
         "latent_sha256": latent_hash(result.latent),
@@ -86,11 +87,14 @@ def describe_request(request: RenderRequest, result: RenderResult) -> dict:
     fitted = with_size(request, result.canvas)
     described = {name: getattr(fitted, name) for name in PLAIN_FIELDS}
     described |= {"size": list(fitted.size), "dtype": result.dtype}
-    for name in ("first_frame", "last_frame", "source", "state"):
+    for name in ("first_frame", "last_frame", "source", "state", "embeds"):
         described[name] = _describe_media(getattr(request, name))
     described["guides"] = [
         {**_describe_media(g.media), "frame": g.frame, "seconds": g.seconds, "strength": g.strength}
         for g in request.guides
+    ]
+    described["references"] = [
+        {**_describe_media(r.media), "kind": r.kind, "sound": r.sound, "fps": r.fps} for r in request.references
     ]
     mask, sound = request.mask, request.sound_mask
     described["mask"] = _describe_media(mask) if isinstance(mask, Media) else mask
@@ -176,6 +180,10 @@ def _request_from(asked: dict, find: Callable[[dict | None], Media | None]) -> R
             GuideRequest(find(g), frame=g["frame"], seconds=g["seconds"], strength=g["strength"])
             for g in asked["guides"]
         ),
+        references=tuple(
+            ReferenceRequest(r["kind"], find(r), r["sound"], r["fps"]) for r in asked.get("references", ())
+        ),
+        embeds=find(asked.get("embeds")),
         mask=find(asked["mask"]) if isinstance(asked["mask"], dict) else asked["mask"],
         sound_mask=sound,
     )

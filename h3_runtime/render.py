@@ -24,7 +24,7 @@ from .checkpoint.parts import PartPaths
 from .checkpoint.reader import fingerprint, listed
 from .decode import Decoder
 from .errors import H3Error
-from .fidelity import Fidelity, compose
+from .fidelity import Fidelity, compose, use
 from .geometry import FPS, TRAINED_FRAMES, Canvas
 from .guides import Placed, Placement, place
 from .job import AVLatent, Guide, Reference, RenderJob, TextCondition
@@ -237,7 +237,12 @@ def render_request(
         notes=tuple(dict.fromkeys(notes)),
         seconds=seconds,
         step_seconds=sampled.step_seconds,
-        stats={"rows": sampled.num_rows, "dit_calls": sampled.dit_calls, **sampled.stats},
+        stats={
+            "rows": sampled.num_rows,
+            "dit_calls": sampled.dit_calls,
+            "condition": condition.source,
+            **sampled.stats,
+        },
         recovery=run,
         device=str(models.device),
         dtype=models.cast_to,
@@ -462,13 +467,12 @@ def label(job: RenderJob, sampled: SampleResult, models: Models, condition: Made
 
 
 def _condition_paths(condition: MadeCondition | None, cast: bool) -> list[str]:
-    cast = cast if condition is None or not condition.kept else condition.record.dtype == "float32"
-    paths = ["encoder/float32" if cast else "encoder/stored"]
-    if condition is not None and condition.kept:
-        paths.append("condition/kept")
-    if condition is not None and condition.other_encoder:
-        paths.append("condition/other-encoder")
-    return paths
+    """What made the text rows. A cache hit is not told: the same render must give the same label, hit or not."""
+    use("condition/kept")
+    if condition is None or condition.source != "file":
+        return ["encoder/float32" if cast else "encoder/stored"]
+    paths = ["encoder/float32" if condition.record.dtype == "float32" else "encoder/stored", "condition/kept"]
+    return paths + (["condition/other-encoder"] if condition.other_encoder else [])
 
 
 def beyond_the_reference(job: RenderJob) -> list[str]:

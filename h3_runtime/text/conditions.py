@@ -89,13 +89,13 @@ class ConditionRecord:
 class MadeCondition:
     """States with the record of what they were made from.
 
-    kept: they come from a file or the cache. other_encoder: the model folder has another encoder than the one that made
-    them.
+    source: encoded just now, out of the cache, or out of a file the user named. other_encoder: the model folder has
+    another encoder than the one that made them.
     """
 
     text: TextCondition
     record: ConditionRecord
-    kept: bool = False
+    source: str = "encoded"  # encoded, cache or file
     other_encoder: bool = False
 
 
@@ -136,7 +136,7 @@ def load_condition(path: str | os.PathLike) -> MadeCondition:
         raise CheckpointError(
             f"{name} holds {', '.join(sorted(file.shapes))}: hidden and tags are needed; save it again"
         )
-    return MadeCondition(TextCondition(file.read("hidden"), file.read("tags"), notes, source), record, kept=True)
+    return MadeCondition(TextCondition(file.read("hidden"), file.read("tags"), notes, source), record, "file")
 
 
 def refuse_other(made: MadeCondition, file: str, prompt: str, recipe: str, shown: Sequence[Shown]) -> None:
@@ -194,7 +194,7 @@ class ConditionCache:
             return None
         self.hits += 1
         self._keep(made)
-        return MadeCondition(made.text, record, kept=True)  # names of files are those of this request
+        return MadeCondition(made.text, record, "cache")  # names of files are those of this request
 
     def put(self, made: MadeCondition) -> str | None:
         """Keep a condition; a sentence when the folder refuses it, which costs no more than another encode."""
