@@ -105,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"MiniMax-H3 Runtime {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for add in (_add_demo, _add_render, _add_recover, _add_selftest, _add_paths, _add_verify, _add_bench):
+    for add in (_add_demo, _add_render, _add_embed, _add_recover, _add_selftest, _add_paths, _add_verify, _add_bench):
         command = add(commands)
         command.add_argument("--json", action="store_true", help="print one JSON object on stdout, words on stderr")
     return parser
@@ -144,22 +144,11 @@ def _add_render(commands) -> argparse.ArgumentParser:
             "  render --model DIR --from d.mp4 --out again.mp4"
         ),
     )
-    model = command.add_argument_group("model")
-    model.add_argument(
-        "--model", required=True, metavar="DIR", help="model folder: official, diffusers or ComfyUI files"
-    )
+    model = _add_model_options(command)
     model.add_argument("--dit", metavar="FILE", help="DiT file or folder, instead of the one found in --model")
     model.add_argument("--layout", help="read the DiT in this layout, where its names leave a choice")
-    model.add_argument("--dtype", choices=["float32"], help="compute in float32 instead of the stored dtype")
-    model.add_argument("--device", default=None, help="cuda or cpu (default: cuda when there is one)")
-    what = command.add_argument_group("what to render")
-    what.add_argument("--prompt", help="the prompt, verbatim")
-    what.add_argument("--size", metavar="WxH", help="pixels, multiples of 32")
-    what.add_argument("--ratio", metavar="W:H", help="aspect ratio, 1:4 to 4:1, on the trained canvas")
-    what.add_argument("--megapixels", type=float, help="area in 10^6 pixels, with a ratio")
-    what.add_argument("--frames", type=int, help="raised to the next 17k + 5 (default 124); 24 a second")
-    what.add_argument("--first-frame", metavar="FILE", help="picture of the first frame")
-    what.add_argument("--last-frame", metavar="FILE", help="picture of the last frame")
+    what = _add_prompt_options(command)
+    what.add_argument("--embeds", metavar="FILE", help="the prompt's states from embed save: no text encoder is needed")
     what.add_argument(
         "--guide", action="append", default=[], metavar="FILE@PLACE[:S]",
         help="picture, clip or sound held at a frame (@12) or second (@2.5s), strength S in (0, 1]; may be repeated",
@@ -197,18 +186,65 @@ def _add_render(commands) -> argparse.ArgumentParser:
     return command
 
 
+def _add_model_options(command):
+    model = command.add_argument_group("model")
+    model.add_argument(
+        "--model", required=True, metavar="DIR", help="model folder: official, diffusers or ComfyUI files"
+    )
+    model.add_argument("--dtype", choices=["float32"], help="compute in float32 instead of the stored dtype")
+    model.add_argument("--device", default=None, help="cuda or cpu (default: cuda when there is one)")
+    model.add_argument(
+        "--embeddings", action="append", metavar="DIR",
+        help="folder of the prompt embeddings (default: embeddings in --model); may be repeated",
+    )  # fmt: skip
+    model.add_argument("--no-prompt-cache", action="store_true", help="keep no prompt states for the next run")
+    return model
+
+
+def _add_prompt_options(command):
+    what = command.add_argument_group("what to render")
+    what.add_argument("--prompt", help="the prompt, verbatim; embedding:NAME puts a prompt embedding in")
+    what.add_argument("--size", metavar="WxH", help="pixels, multiples of 32")
+    what.add_argument("--ratio", metavar="W:H", help="aspect ratio, 1:4 to 4:1, on the trained canvas")
+    what.add_argument("--megapixels", type=float, help="area in 10^6 pixels, with a ratio")
+    what.add_argument("--frames", type=int, help="raised to the next 17k + 5 (default 124); 24 a second")
+    what.add_argument("--first-frame", metavar="FILE", help="picture of the first frame")
+    what.add_argument("--last-frame", metavar="FILE", help="picture of the last frame")
+    for option, words in (
+        ("--ref-image", "reference picture, <Picture n> in the prompt"),
+        ("--ref-video", "reference clip with its sound, <Video n> and <Audio n>"),
+        ("--ref-silent-video", "reference clip without its sound, <Video n>"),
+        ("--ref-audio", "reference sound (a voice, music), <Audio n>"),
+    ):
+        what.add_argument(
+            option, action=_AddReference, dest="references", default=[], metavar="FILE",
+            help=words + "; may be repeated, order counts",
+        )  # fmt: skip
+    what.add_argument("--recipe", choices=["reference", "comfy"], help="how pictures are prepared (default reference)")
+    return what
+
+
+class _AddReference(argparse.Action):
+    """Collects (kind, path, with sound) of all four options in the order they were given."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        kind = self.option_strings[0].rpartition("-")[2]
+        reference = (kind, values, "silent" not in self.option_strings[0])
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), reference])
+
+
 RENDER_INPUTS = (
-    "prompt", "size", "ratio", "megapixels", "frames", "first_frame", "last_frame", "guide", "source", "mask",
-    "audio_mask", "audio_feather", "denoise", "steps", "seed", "start", "stop", "state", "video_shift", "audio_shift",
+    "prompt", "size", "ratio", "megapixels", "frames", "first_frame", "last_frame", "references", "recipe", "embeds",
+    "guide", "source", "mask", "audio_mask", "audio_feather", "denoise", "steps", "seed", "start", "stop", "state",
+    "video_shift", "audio_shift",
 )  # fmt: skip
 
 
 def run_render(arguments, say: _Say) -> tuple[Results, int]:
-    import torch
 
     from . import manifest as manifests
     from .recovery import RecoveryFolder
-    from .render import Models, render_request
+    from .render import render_request
     from .save import check_output, keep_inputs, save_clip
 
     out = check_output(arguments.out)
@@ -220,7 +256,8 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
     if arguments.manifest is not None:
         given = [name for name in RENDER_INPUTS if getattr(arguments, name) not in (None, [])]
         if given:
-            raise H3Error(f"--from repeats a render, so --{given[0].replace('_', '-')} cannot change it: leave it out")
+            option = "--ref-..." if given[0] == "references" else f"--{given[0].replace('_', '-')}"
+            raise H3Error(f"--from repeats a render, so {option} cannot change it: leave it out")
         old = manifests.load_manifest(arguments.manifest)
         folders = [Path(arguments.inputs)] if arguments.inputs else []
         request, notes = manifests.request_from(old, [*folders, Path(arguments.manifest).parent, Path.cwd()])
@@ -231,9 +268,7 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
     else:
         request = request_of(arguments)
     keep_inputs(out, [medium.path for medium in request.media.values()] + ([arguments.manifest] if old else []))
-    device = _device(arguments.device)
-    dtype = torch.float32 if request.dtype == "float32" else None
-    models = Models(model_parts(arguments), dtype, device, arguments.layout)
+    models = _models(arguments, request.dtype)
     recovery = None if arguments.no_recovery else RecoveryFolder(arguments.recovery)
     result = render_request(request, models, say.progress, recovery=recovery, resume=arguments.resume)
     saved = save_clip(result, models, out, not arguments.no_metadata, arguments.keep_latent, progress=say.progress)
@@ -271,24 +306,76 @@ def describe_result(result, saved) -> Results:
     return rows
 
 
+def _models(arguments, dtype: str | None):
+    """The model folder with everything that the options say about it."""
+    import torch
+
+    from .render import Models
+    from .text.conditions import ConditionCache, default_folder
+
+    folders = [Path(folder) for folder in arguments.embeddings or ()]
+    for folder in folders:
+        if not folder.is_dir():
+            raise H3Error(f"--embeddings {folder} is not a folder: give the one that holds the embedding files")
+    own = Path(arguments.model) / "embeddings"
+    if not folders and own.is_dir():
+        folders = [own]
+    return Models(
+        model_parts(arguments),
+        torch.float32 if dtype == "float32" else None,
+        _device(arguments.device),
+        getattr(arguments, "layout", None),
+        embedding_folders=folders,
+        conditions=ConditionCache(None if arguments.no_prompt_cache else default_folder()),
+    )
+
+
+def _media(path: str | None):
+    from .request import Media
+
+    if path is None:
+        return None
+    if not Path(path).exists():
+        raise H3Error(f"{path} does not exist: give a file that does")
+    return Media(path)
+
+
+def _conditioning_of(arguments) -> dict:
+    """The fields of RenderRequest that decide what the text encoder is shown."""
+    from .request import ReferenceRequest
+    from .text.conditions import load_condition
+
+    prompt, recipe, embeds = arguments.prompt, arguments.recipe, _media(getattr(arguments, "embeds", None))
+    if embeds is not None and (prompt is None or recipe is None):
+        record = load_condition(embeds.path).record
+        prompt = record.prompt if prompt is None else prompt
+        recipe = record.recipe if recipe is None else recipe
+    if prompt is None:
+        raise H3Error("no prompt was given: add --prompt TEXT (or --from MANIFEST to repeat a render)")
+    return {
+        "prompt": prompt,
+        "size": None if arguments.size is None else _pair(arguments.size, "x", int, "--size", "WxH, e.g. 1344x768"),
+        "ratio": None if arguments.ratio is None else _pair(arguments.ratio, ":", float, "--ratio", "W:H, e.g. 16:9"),
+        "megapixels": arguments.megapixels,
+        "frames": arguments.frames,
+        "first_frame": _media(arguments.first_frame),
+        "last_frame": _media(arguments.last_frame),
+        "references": tuple(ReferenceRequest(kind, _media(path), sound) for kind, path, sound in arguments.references),
+        "embeds": embeds,
+        "dtype": arguments.dtype,
+        "recipe": recipe or "reference",
+    }
+
+
 def request_of(arguments):
     """RenderRequest from the command line. H3Error names the option that cannot be read."""
-    from .request import WORD_MASKS, GuideRequest, Media, RenderRequest, SoundMask
+    from .request import WORD_MASKS, GuideRequest, RenderRequest, SoundMask
     from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT
 
-    if arguments.prompt is None:
-        raise H3Error("no prompt was given: add --prompt TEXT (or --from MANIFEST to repeat a render)")
-
-    def media(path: str | None) -> Media | None:
-        if path is None:
-            return None
-        if not Path(path).exists():
-            raise H3Error(f"{path} does not exist: give a file that does")
-        return Media(path)
-
+    conditioning = _conditioning_of(arguments)
     guides = [GuideRequest.parse(text) for text in arguments.guide]
     for guide in guides:
-        media(guide.media.path)
+        _media(guide.media.path)
     mask = arguments.mask if arguments.mask in WORD_MASKS else None
     sound = arguments.audio_mask
     if sound is not None and sound not in WORD_MASKS:
@@ -300,18 +387,12 @@ def request_of(arguments):
         return otherwise if value is None else value
 
     return RenderRequest(
-        prompt=arguments.prompt,
-        size=None if arguments.size is None else _pair(arguments.size, "x", int, "--size", "WxH, e.g. 1344x768"),
-        ratio=None if arguments.ratio is None else _pair(arguments.ratio, ":", float, "--ratio", "W:H, e.g. 16:9"),
-        megapixels=arguments.megapixels,
-        frames=arguments.frames,
-        first_frame=media(arguments.first_frame),
-        last_frame=media(arguments.last_frame),
+        **conditioning,
         guides=tuple(guides),
-        mask=mask or media(arguments.mask),
+        mask=mask or _media(arguments.mask),
         sound_mask=sound,
-        source=media(arguments.source),
-        state=media(arguments.state),
+        source=_media(arguments.source),
+        state=_media(arguments.state),
         seed=default(arguments.seed, 0),
         num_forwards=default(arguments.steps, DEFAULT_FORWARDS),
         start=default(arguments.start, 0),
@@ -319,7 +400,6 @@ def request_of(arguments):
         denoise=default(arguments.denoise, 1.0),
         video_shift=default(arguments.video_shift, VIDEO_SHIFT),
         audio_shift=default(arguments.audio_shift, AUDIO_SHIFT),
-        dtype=arguments.dtype,
     )
 
 
@@ -350,7 +430,9 @@ def model_parts(arguments):
     """The parts in --model, with --dit in place of the DiT found there."""
     from dataclasses import replace
 
+    from .checkpoint.opening import find_partition
     from .checkpoint.parts import DiTPath, find_parts
+    from .checkpoint.reader import open_source
 
     if not Path(arguments.model).is_dir():
         raise H3Error(f"--model {arguments.model} is not a folder: give the folder that holds the model's files")
@@ -358,8 +440,51 @@ def model_parts(arguments):
     if getattr(arguments, "dit", None) is not None:
         if not Path(arguments.dit).exists():
             raise H3Error(f"--dit {arguments.dit} does not exist: give a file or folder that does")
-        parts = replace(parts, dits=(DiTPath(Path(arguments.dit), "unknown"),))
+        partition, _ = find_partition(open_source(arguments.dit))
+        parts = replace(parts, dits=(DiTPath(Path(arguments.dit), partition),))
     return parts
+
+
+# --- embed -----------------------------------------------------------------------------------------------------------
+
+
+def _add_embed(commands) -> argparse.ArgumentParser:
+    command = commands.add_parser("embed", help="save a prompt's states to a file, or tell what such a file holds")
+    actions = command.add_subparsers(dest="action", metavar="save|show", required=True)
+    save = actions.add_parser("save", help="encode a prompt with its keyframes and references")
+    _add_model_options(save)
+    _add_prompt_options(save)
+    save.add_argument("--out", required=True, metavar="FILE.safetensors")
+    save.set_defaults(run=run_embed_save)
+    show = actions.add_parser("show", help="tell what a saved condition holds")
+    show.add_argument("file", metavar="FILE.safetensors")
+    show.set_defaults(run=run_embed_show)
+    for action in (save, show):
+        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    return command
+
+
+def run_embed_save(arguments, say: _Say) -> tuple[Results, int]:
+    from .embed import save_prompt
+    from .request import RenderRequest
+    from .save import keep_inputs
+
+    request = RenderRequest(**_conditioning_of(arguments))
+    keep_inputs(Path(arguments.out), [medium.path for medium in request.media.values()])
+    made, notes = save_prompt(request, _models(arguments, request.dtype), arguments.out)
+    for note in notes:
+        say(f"note: {note}")
+    say(f"wrote {arguments.out} ({len(made.text.tags)} rows, {made.source})")
+    rows = [{"name": "condition", "value": str(arguments.out), "unit": "path"}]
+    rows.append({"name": "rows", "value": len(made.text.tags), "unit": "rows"})
+    rows.append({"name": "source", "value": made.source, "unit": ""})
+    return [*rows, *({"name": "note", "value": note, "unit": ""} for note in notes)], 0
+
+
+def run_embed_show(arguments, say: _Say) -> tuple[Results, int]:
+    from .embed import show_condition
+
+    return show_condition(arguments.file, say), 0
 
 
 # --- recover ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ GROUPS = tuple(
     for group in (
         "errors fidelity geometry schedule < models quant checkpoint/reader < request job media soundness mask_picture "
         "< layout < steps < checkpoint < lora memory/streaming < text references guides latents extend < accelerators "
-        "< recovery < sampler decode < memory/plan < render < manifest < save < graph < compare engines < demo "
+        "< recovery < sampler decode < memory/plan < render < manifest < save embed < graph < compare engines < demo "
         "< verify bench selftest < cli < __main__"
     ).split(" < ")
 )

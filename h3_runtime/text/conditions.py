@@ -71,8 +71,7 @@ class ConditionRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        plain = asdict(self)
-        return {**plain, "made_with": dict(self.made_with), "items": list(plain["items"])}
+        return json.loads(json.dumps({**asdict(self), "made_with": dict(self.made_with)}))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ConditionRecord:
