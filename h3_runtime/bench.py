@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import math
 import statistics
 import tempfile
 import threading
@@ -34,7 +35,7 @@ from .checkpoint.load import load_dit
 from .checkpoint.reader import DTYPES
 from .checkpoint.writer import write_safetensors
 from .errors import MissingDependency
-from .geometry import Canvas
+from .geometry import AUDIO_CHANNELS, Canvas
 from .job import MASK_LEVELS, Masks
 from .layout import PackedLayout
 from .models.dit import DiT, DiTConfig
@@ -46,6 +47,7 @@ Results = list[dict[str, Any]]
 
 GIB = 2**30
 DTYPE_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MEMORY_FORWARDS = 8  # enough for a mask's tables to be too many to make before the loop: the larger case
 PEAK_TARGETS_GIB = {124: 2.5, 362: 5.3}  # one full-size forward at 1344x768 without references
 LOAD_BEYOND_GIB = 4e9 / GIB  # host memory while loading, beyond what stays
 
@@ -340,14 +342,15 @@ def bench_memory(
     config: DiTConfig | None = None,
     size: tuple[int, int] = (1344, 768),
     text: int = 512,
-    masks: bool = True,
+    masks: Sequence[bool] = (False, True),
     reference: bool = True,
 ) -> Results:
     """Peak live bytes of one bf16 forward in GiB at each of ``frames``, and with a gradient mask of 256 levels.
 
     Runs the sampler's own forward under fake tensors: hidden state, inputs, rotary tables and all intermediates count,
     weights and the modulation tables made before the loop do not. Blocks leave nothing behind, so the default config
-    has one instead of 50. The same count over diffusers' block alone stands beside it where diffusers is installed.
+    has one instead of 50. ``masks`` picks runs without (False) and with the mask (True). The same count over
+    diffusers' block alone stands beside each where it is installed.
     """
     config = config or DiTConfig(layers=1)
     results: Results = []
@@ -357,31 +360,32 @@ def bench_memory(
             torch.ones(text, dtype=torch.int64), (canvas.latent_t, canvas.latent_h, canvas.latent_w), canvas.audio_t
         )
         beside = _reference_peak(config, layout.num_rows) if reference else None
-        for name, mask in ((f"peak/{count}", None), (f"peak/{count}/mask", gradient_mask(canvas))):
-            if mask is None or masks:
-                steps = plan_steps(layout, plan_schedule(8), mask)
-                result = {
-                    "name": name,
-                    "value": forward_peak(config, layout, steps) / GIB,
-                    "unit": "GiB",
-                    "rows": layout.num_rows,
-                    "pairs": steps.pairs.shape[0],
-                }
-                if size == (1344, 768) and count in PEAK_TARGETS_GIB:
-                    result["target"] = PEAK_TARGETS_GIB[count]
-                if beside is not None:
-                    result["diffusers_block"] = beside / GIB
-                results.append(result)
+        for masked in masks:
+            steps = plan_steps(layout, plan_schedule(MEMORY_FORWARDS), gradient_mask(canvas) if masked else None)
+            result = {
+                "name": f"peak/{count}/mask" if masked else f"peak/{count}",
+                "value": forward_peak(config, layout, steps) / GIB,
+                "unit": "GiB",
+                "rows": layout.num_rows,
+                "tables": "before the loop" if steps.tables_before_loop else "by forward",
+            }
+            if size == (1344, 768) and count in PEAK_TARGETS_GIB:
+                result["target"] = PEAK_TARGETS_GIB[count]
+            if beside is not None:
+                result["diffusers_block"] = beside / GIB
+            results.append(result)
     return results
 
 
 def gradient_mask(canvas: Canvas) -> Masks:
-    """Picture and sound masks that run through all 256 levels above zero, left to right and early to late."""
-    width, length = canvas.latent_w, canvas.audio_t
-    cells = canvas.latent_t * canvas.latent_h * width
-    levels = torch.arange(1, MASK_LEVELS + 1) / MASK_LEVELS
-    video = levels[torch.arange(cells) * MASK_LEVELS // cells].view(canvas.latent_t, canvas.latent_h, width)
-    audio = levels[torch.arange(length) * MASK_LEVELS // length].expand(2, -1)
+    """Picture and sound masks that run through all 256 levels above zero, in the order of their rows."""
+
+    def ramp(*shape: int) -> Tensor:
+        count = math.prod(shape)
+        return (torch.arange(count) * MASK_LEVELS // count + 1).view(shape) / MASK_LEVELS
+
+    video = ramp(canvas.latent_t, canvas.latent_h, canvas.latent_w)
+    audio = ramp(AUDIO_CHANNELS, canvas.audio_t)
     return Masks.make(video, audio)
 
 
