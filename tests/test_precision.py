@@ -1,4 +1,4 @@
-"""The float32 switches: all off inside the block and as they stood after it, whichever of PyTorch's two sets is used."""
+"""The float32 switches: all off inside the block, as they stood after it, whichever of PyTorch's two sets is used."""
 
 from __future__ import annotations
 
