@@ -17,6 +17,7 @@ from pathlib import Path
 
 from . import __version__
 from .errors import H3Error
+from .weight_commands import add_inspect, add_quantize
 
 Results = list[dict]
 
@@ -105,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"MiniMax-H3 Runtime {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for add in (_add_demo, _add_render, _add_embed, _add_recover, _add_selftest, _add_paths, _add_verify, _add_bench):
+    for add in COMMANDS:
         command = add(commands)
         command.add_argument("--json", action="store_true", help="print one JSON object on stdout, words on stderr")
     return parser
@@ -618,3 +619,9 @@ def run_bench(arguments, say: _Say) -> tuple[Results, int]:
     for line in bench.format_lines(results):
         say(line)
     return results, 0
+
+
+COMMANDS = (
+    _add_demo, _add_render, _add_embed, _add_recover, add_inspect, add_quantize,
+    _add_selftest, _add_paths, _add_verify, _add_bench,
+)  # fmt: skip

@@ -19,7 +19,7 @@ import torch
 
 from . import __version__
 from .checkpoint.load import CheckpointInfo, load_audio_vae, load_dit, load_video_vae
-from .checkpoint.opening import open_checkpoint
+from .checkpoint.opening import open_checkpoint, wrong_partition
 from .checkpoint.parts import PartPaths
 from .checkpoint.reader import fingerprint, listed
 from .decode import Decoder
@@ -225,6 +225,8 @@ def render_request(
         notes.append("nothing was saved of this job: it was run from its start")
     for part, info in models.infos.items():
         notes += [f"{part}: {note}" for note in info.notes]
+        if part == "dit" and (warning := wrong_partition(info.partition, task)):
+            notes.append(warning)
         if info.approximate:
             notes.append(info.approximate)
     return RenderResult(

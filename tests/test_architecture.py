@@ -26,7 +26,7 @@ GROUPS = tuple(
         "errors fidelity geometry schedule < models quant checkpoint/reader < request job media soundness mask_picture "
         "< layout < steps < checkpoint < lora memory/streaming < text references guides latents extend < accelerators "
         "< recovery < sampler decode < memory/plan < render < manifest < save embed < graph < compare engines < demo "
-        "< verify bench selftest < cli < __main__"
+        "< verify bench selftest inspection weight_commands < cli < __main__"
     ).split(" < ")
 )
 RANK = {entry: rank for rank, group in enumerate(GROUPS) for entry in group}

@@ -190,7 +190,7 @@ def test_dit_number_types(tmp_path):
     module, info = load_dit(halved)
     assert module.video_patch_proj.weight.dtype == torch.float32
     assert module.blocks[0].mlp.fc1.weight.dtype == torch.bfloat16
-    assert "released in F32 are stored in half precision" in info.approximate
+    assert "released in F32 in half precision" in info.approximate
     assert any("audio_patch_proj.weight" in note for note in info.notes)
     assert torch.equal(module.rope.inv_freq, want["rope.inv_freq"])  # computed, not the rounded copy
 

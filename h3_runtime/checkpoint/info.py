@@ -142,12 +142,13 @@ def kernel_path(choice: kernels.KernelChoice) -> str:
 def _why(checkpoint: Checkpoint, formats: Counter, online: Counter, reasons: list[str], curve: bool) -> str | None:
     said = list(reasons)
     if formats:
-        said.append("it holds " + listed(f"{count} layers in {title}" for title, count in sorted(formats.items())))
+        said.append("holds " + listed(f"{count} layers in {title}" for title, count in sorted(formats.items())))
     if online:
-        said.append(listed(f"{count} linears were quantised to {kind} while loading" for kind, count in online.items()))
-    said += ["its AdaLN is pruned to a curve"] if curve else []
+        kinds = listed(f"{count} linears to {kind}" for kind, count in online.items())
+        said.append(f"was quantised while loading: {kinds}")
+    said += ["has its AdaLN pruned to a curve"] if curve else []
     part, name = TITLES[checkpoint.format.part], checkpoint.source.path.name
-    return f"the {part} file {name}: {'; '.join(said)}" if said else None
+    return f"the {part} file {name} {'; '.join(said)}" if said else None
 
 
 def _needs(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -181,7 +181,7 @@ def _open_vae(part: str, types: tuple, place: tuple, online: Online | None) -> O
     notes, reasons = [], []
     if halves:
         kinds = " and ".join(f"{count} tensors in {kind}" for kind, count in sorted(halves.items()))
-        reasons.append(f"it stores {kinds} (released in F32)")
+        reasons.append(f"stores {kinds} (released in F32)")
         notes.append(f"{kinds} cast up to float32")
     chosen = dict.fromkeys(online.linears(checkpoint), online.method) if online else {}
     kept = frozenset(name for name in checkpoint.layers if _is_linear(module, name))
@@ -287,16 +287,16 @@ def _differences(checkpoint: Checkpoint, islands: set[str], target: torch.dtype)
     )
     if rounded:
         notes.append(f"cast up to float32, but stored in half precision: {listed(rounded)}")
-        reasons.append(f"{len(rounded)} tensors released in F32 are stored in half precision")
+        reasons.append(f"stores {len(rounded)} tensors released in F32 in half precision")
     if len(bulk) > 1:
         others = {kind: count for kind, count in bulk.items() if NUMBER_TYPES.get(kind) != target}
         notes.append(
             f"the weights come in {' and '.join(sorted(bulk))}; {sum(others.values()):,} values cast to {target}"
         )
     if bulk["F16"]:
-        reasons.append("weights are stored in F16 (released in BF16)")
+        reasons.append("stores weights in F16 (released in BF16)")
     if bulk["F32"] and target is torch.bfloat16 and not checkpoint.layers:
-        reasons.append("weights stored in F32 were rounded to bfloat16")
+        reasons.append("stores weights in F32, which were rounded to bfloat16")
     return notes, reasons
 
 

@@ -320,6 +320,18 @@ def find_partition(source: TensorSource) -> tuple[str, list[str]]:
     return partition, [f"{partition} by {sign}, against {listed(against)}"] if against else []
 
 
+def wrong_partition(partition: str, task: str) -> str | None:
+    """What to say when ``task`` (t2va, fl2va, ref2va) runs on weights of another partition; None when they go together
+    or nothing tells."""
+    needed = "ref2va" if task == "ref2va" else "fl2va"
+    if partition in ("unknown", needed):
+        return None
+    return (
+        f"the task {task} needs {needed} weights and these are {partition}: all tensors fit, but they were trained for "
+        f"another kind of input and the result degrades; use the {needed} file"
+    )
+
+
 def _partitions_in(text: str) -> list[str]:
     """The one partition that ``text`` names; [] when it names none or both."""
     text = text.lower()

@@ -28,7 +28,16 @@ from .opening import CONFIG_KEY, Checkpoint
 from .pieces import Online, Pieces, StoredEmbedding
 from .quantised import find_layers
 from .reader import TensorSource
-from .text_layout import EMBEDDING, HEAD, PATCH_EMBED, Layout, beyond_condition, count_layers, recognise_text
+from .text_layout import (
+    EMBEDDING,
+    HEAD,
+    PATCH_EMBED,
+    Layout,
+    beyond_condition,
+    count_layers,
+    is_text_encoder,
+    recognise_text,
+)
 from .text_sizes import TextSizes, patch_embed_shape
 
 CONDITION_LAYER = 50
@@ -77,7 +86,7 @@ class TextLayers:
         dtypes = dict.fromkeys(self.checkpoint.recipes, self.dtype)
         self.pieces = Pieces(self.checkpoint, dtypes, wanted, self.dtype, kept, chosen)
         halves = sum(self.checkpoint.stored_as(name) == "F16" for name in self.checkpoint.plain)
-        reasons = [f"it stores {halves} tensors in F16 (released in BF16)"] if halves else []
+        reasons = [f"stores {halves} tensors in F16 (released in BF16)"] if halves else []
         self.info: CheckpointInfo = describe(self.pieces, [], reasons, "unknown")
 
     def layer(self, index: int, device: str | torch.device = "cpu") -> dict[str, Piece]:
@@ -107,13 +116,21 @@ class TextLayers:
         return NUMBER_TYPES[self.checkpoint.stored_as(EMBEDDING)]
 
 
+def text_path(path: str | os.PathLike) -> Path:
+    """``path``, or our own encoder file in it."""
+    path = Path(path)
+    return path / OWN_FILE if path.is_dir() and (path / OWN_FILE).is_file() else path
+
+
+def holds_text_encoder(path: str | os.PathLike) -> bool:
+    """Whether a text encoder, and nothing else, lies at ``path``; CheckpointError when nothing readable does."""
+    return is_text_encoder(open_weights(text_path(path)).shapes)
+
+
 def open_text(path: str | os.PathLike, layers: int | None = None) -> tuple[Checkpoint, Layout]:
     """Recognise a text encoder: its tensors under the module's names (``language_model.``, ``visual.``), what lies
     after the condition left out. Nothing but headers and markers is read."""
-    path = Path(path)
-    if path.is_dir() and (path / OWN_FILE).is_file():
-        path = path / OWN_FILE
-    source = open_weights(path)
+    source = open_weights(text_path(path))
     layout, known = recognise_text(source)
     found, taken, problems = find_layers(source, "")
     last = _condition_layer(source, count_layers(known), layers)
