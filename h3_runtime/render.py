@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from . import __version__
-from .checkpoint.load import CheckpointInfo, load_audio_vae, load_dit, load_video_vae
+from .checkpoint.info import CheckpointInfo, on_device
+from .checkpoint.load import load_audio_vae, load_dit, load_video_vae, open_audio_vae, open_dit, open_video_vae
 from .checkpoint.opening import open_checkpoint, wrong_partition
 from .checkpoint.parts import PartPaths
 from .checkpoint.reader import fingerprint, listed
@@ -69,8 +70,9 @@ class Models:
         return "float32" if self.dtype == torch.float32 else None
 
     def check(self, task: str, encoder: bool = True) -> None:
-        """Raise before any weights are read when a part of the model is missing; ``encoder``: whether it is needed."""
-        self.parts.dit_for(task)
+        """Raise before any weights are read when a part is missing or its file is not whole; ``encoder``: whether it is
+        needed. The VAEs' infos are known from here on: what decodes a clip belongs to its label and manifest."""
+        dit = self.parts.dit_for(task).path
         for name, path in (
             ("video VAE", self.parts.video_vae),
             ("audio VAE", self.parts.audio_vae),
@@ -79,6 +81,14 @@ class Models:
             if path is None:
                 unusable = f" (not usable: {listed(self.parts.skipped, '; ')})" if self.parts.skipped else ""
                 raise H3Error(f"no {name} was found in the model folder{unusable}: add its file")
+        if f"dit:{dit}" not in self._loaded:
+            open_dit(dit, self.dtype, self.layout)
+        for part, path, opener in (
+            ("video_vae", self.parts.video_vae, open_video_vae),
+            ("audio_vae", self.parts.audio_vae, open_audio_vae),
+        ):
+            if part not in self.infos:
+                self.infos[part] = on_device(opener(path).info, self.device)
 
     def dit(self, task: str) -> torch.nn.Module:
         """The DiT for ``task`` (t2va, fl2va: FL2VA weights; ref2va: Ref2VA weights)."""
@@ -204,7 +214,7 @@ def render_request(
         report("load", 0, 1)
         dit = models.dit(task)
         report("load", 1, 1)
-    notes += check_model(job, placement, models)
+    notes += check_state(job, placement, models)
     with _timed(seconds, "denoise"):
         run = None if recovery is None else run_recovery(recovery, request, job, models)
         if run is not None and not resume:
@@ -214,9 +224,6 @@ def render_request(
         )
     del dit
     models.done("dit")
-    if sampled.finished:  # what decodes it belongs to the label and the manifest
-        with _timed(seconds, "load VAEs"):
-            models.video_vae(), models.audio_vae()
     fidelity = label(job, sampled, models, condition)
     notes += job.text.notes
     if sampled.resumed_after is not None:
@@ -306,19 +313,15 @@ def check_request(request: RenderRequest, placement: Placement, models: Models, 
     return notes
 
 
-def check_model(job: RenderJob, placement: Placement, models: Models) -> list[str]:
-    """Sentences about a DiT or a saved state that is not what this job is for."""
-    notes, info = [], models.infos["dit"]
-    needed = "ref2va" if job.task == "ref2va" else "fl2va"
-    if info.partition not in (needed, "unknown"):
-        notes.append(f"the task {job.task} is for {needed} weights, and {Path(info.path).name} is {info.partition}")
+def check_state(job: RenderJob, placement: Placement, models: Models) -> list[str]:
+    """A sentence about a saved state that this job does not go on from as it began."""
     made_by = None if placement.state is None else placement.state.info.get("run")
-    if made_by not in (None, run_fingerprint(job, info, models.cast_to)):
-        notes.append(
-            "the saved state is of another run (its prompt, seed, guides, masks, source or model differ): the clip is "
-            "not what one unbroken run gives"
-        )
-    return notes
+    if made_by in (None, run_fingerprint(job, models.infos["dit"], models.cast_to)):
+        return []
+    return [
+        "the saved state is of another run (its prompt, seed, guides, masks, source or model differ): the clip is not "
+        "what one unbroken run gives"
+    ]
 
 
 def run_fingerprint(job: RenderJob, dit: CheckpointInfo, dtype: str | None) -> str:

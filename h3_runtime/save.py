@@ -99,6 +99,8 @@ def save_clip(
         began = time.perf_counter()
         try:
             video = _write_video(result, models, out, dump(manifest) if metadata else None, progress, notes)
+            decoders = {f"{part}: {note}" for part in ("audio_vae", "video_vae") for note in models.infos[part].notes}
+            notes += sorted(decoders - set(notes))
         except (H3Error, KeyboardInterrupt) as error:
             said = str(error) or "stopped while it was decoded"
             raise type(error)(f"{said}; the finished latent is kept in {latent}") from error

@@ -315,3 +315,17 @@ def test_progress_without_a_terminal_is_told_now_and_then(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "denoise 5/5" and 2 <= len(lines) <= 4
     assert "s left" in lines[0]
+
+
+@pytest.mark.parametrize("part", ["dit", "video_vae", "audio_vae"])
+def test_a_part_that_is_not_whole_is_refused_before_the_work(render, model, tmp_path, monkeypatch, part):
+    """Also a VAE that only the decode would have read, an hour later."""
+    monkeypatch.setattr("h3_runtime.render.TextEncoder.load", lambda *a, **k: pytest.fail("weights were loaded"))
+    folder = tmp_path / "part"
+    shutil.copytree(model, folder)
+    file = folder / f"{part}.safetensors"
+    tensors = load_file(file)
+    lost = next(name for name in tensors if name.endswith("bias"))
+    metadata = SafetensorsFile(file).metadata
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, metadata)
+    refused(render(folder=folder), "is no complete", lost)
