@@ -150,3 +150,20 @@ class RunRecovery:
     def discard(self) -> None:
         """The clip is saved: its state may go."""
         self.path.unlink(missing_ok=True)
+
+
+class KeptState:
+    """The interface of ``RunRecovery`` in memory: for a run without a folder that may have to step down."""
+
+    def __init__(self):
+        self.state: RunState | None = None
+
+    def save(self, done: int, finished: bool, latent: AVLatent, accelerators: Sequence[Accelerator] = ()) -> None:
+        states = {a.name: {key: tensor.clone() for key, tensor in a.state().items()} for a in accelerators}
+        self.state = RunState(done, finished, latent, states)
+
+    def load(self) -> RunState | None:
+        return self.state
+
+    def discard(self) -> None:
+        self.state = None

@@ -318,6 +318,8 @@ def apply(dit: DiT, plan: LoraPlan, mode: str = "merge", keep: bool = False) -> 
             else:
                 side.append(name)
                 device = module.weight.device if can_merge(module) else dit.device
+                if device.type == "meta":  # a module whose weights come later: the factors wait on the CPU
+                    device = torch.device("cpu")
                 _put(dit, name, LoraLinear(module, updates, _side_dtype(dit, name, module), device))
     except Exception as error:
         _take_out(dit, side, originals)

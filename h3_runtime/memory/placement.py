@@ -1,0 +1,264 @@
+"""A checkpoint's layers put where the plan says: on the device, in RAM, or left on disk and read into a ring.
+
+    OpenedPart (module on meta, pieces) + Placement(resident, rung, ahead)
+        ├─ everything outside the layers, and the first ``resident`` layers ─▶ device
+        └─ the other layers ─▶ ram:  built once (transformed, quantised, with their LoRA factors) into flat buffers
+                             └▶ disk: read, and transformed where bytes differ, into the ring each time
+    AdaLN projections are layers of their own: needed once a render, never resident.
+
+Skeletons keep their place in the module with meta tensors; what computes are views into a slot. Placement never
+changes a result: the same bytes reach the same operations.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.load import OpenedPart, settle_rope
+from ..checkpoint.pieces import Pieces, assign
+from ..errors import H3Error
+from ..models.dit import DiT
+from ..models.video_vae import VideoVAE
+from .streaming import (
+    CudaMover,
+    DiskStore,
+    DiTLayers,
+    HostMover,
+    LayerLayout,
+    RamStore,
+    ResidentLayers,
+    StreamedLayers,
+)
+
+RUNGS = ("resident", "ram", "disk")
+BLOCKS = "blocks."
+ADALN = "adaln_proj."
+DECODER_LAYERS = "decoder.transformer_blocks."
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``rung``: resident, ram or disk; on the latter two the first ``resident`` layers stay on the device, the rest
+    come through a ring that copies ``ahead`` layers in advance. ``adaln``: where the AdaLN projections come from, which
+    are read once a render. ``pin``: page-locked host memory, where it helps."""
+
+    rung: str = "resident"
+    resident: int = 0
+    ahead: int = 1
+    adaln: str = "disk"
+    pin: bool = True
+
+    def __post_init__(self):
+        for rung in (self.rung, self.adaln):
+            if rung not in RUNGS:
+                raise H3Error(f"placement {rung!r}: give one of {', '.join(RUNGS)}")
+        if self.resident < 0 or self.ahead < 1:
+            raise H3Error(f"placement keeps {self.resident} layers and copies {self.ahead} ahead: give 0.., 1..")
+
+    def lower(self) -> Placement | None:
+        """One rung down, for a device that ran out of memory; None at the bottom."""
+        if self.rung == "resident":
+            return replace(self, rung="ram", resident=0, ahead=1)
+        if self.ahead > 1:
+            return replace(self, ahead=1)
+        return replace(self, resident=self.resident // 2) if self.resident else None
+
+    def __str__(self) -> str:
+        if self.rung == "resident":
+            return "resident"
+        kept = f"{self.resident} layers resident, the rest " if self.resident else ""
+        return f"{kept}streamed from {self.rung}, {self.ahead} ahead"
+
+
+def place_dit(
+    opened: OpenedPart,
+    placement: Placement,
+    device: torch.device,
+    prepare: Callable[[DiT], None] = lambda dit: None,
+) -> tuple[DiT, DiTLayers]:
+    """The DiT with everything but its streamed layers on ``device``, and where those come from.
+
+    ``prepare`` is given the DiT before any weight is read, to put LoRA side branches on it; their factors travel with
+    their layer.
+    """
+    dit: DiT = opened.module
+    pieces = opened.pieces
+    for name, dtype in pieces.dtypes.items():  # what is put on it asks the module for its number types
+        assign(dit, name, torch.empty(pieces.shapes[name], dtype=dtype, device="meta"))
+    prepare(dit)
+    for name in pieces.names():
+        if not name.startswith(BLOCKS):
+            _put(dit, name, pieces.piece(name, device))
+    for part in (child for name, child in dit.named_children() if f"{name}." != BLOCKS):
+        _move_held(part, device)
+    settle_rope(pieces.checkpoint, dit, device)
+    prefixes = [f"{BLOCKS}{index}." for index in range(dit.config.layers)]
+    projections = [block.adaln_proj for block in dit.blocks]
+    adaln = Placement(placement.adaln, ahead=placement.ahead, pin=placement.pin)
+    return dit, DiTLayers(
+        place_layers(pieces, list(dit.blocks), prefixes, placement, device, skip=ADALN),
+        place_layers(pieces, projections, [prefix + ADALN for prefix in prefixes], adaln, device),
+    )
+
+
+def place_video_vae(
+    opened: OpenedPart, placement: Placement, device: torch.device
+) -> tuple[VideoVAE, ResidentLayers | StreamedLayers]:
+    """The video VAE with its decoder layers placed, and those layers."""
+    vae: VideoVAE = opened.module
+    for name in opened.pieces.names():
+        if not name.startswith(DECODER_LAYERS):
+            _put(vae, name, opened.pieces.piece(name, device))
+    modules = list(vae.decoder.transformer_blocks)
+    prefixes = [f"{DECODER_LAYERS}{index}." for index in range(len(modules))]
+    return vae, place_layers(opened.pieces, modules, prefixes, placement, device)
+
+
+def place_layers(
+    pieces: Pieces,
+    modules: Sequence[nn.Module],
+    prefixes: Sequence[str],
+    placement: Placement,
+    device: torch.device,
+    skip: str = "",
+) -> ResidentLayers | StreamedLayers:
+    """``modules`` (on meta; layer i holds the tensors under ``prefixes[i]`` but those under ``skip``) placed.
+
+    A module outside its model is placed too: ``skip`` keeps a layer's part that is placed on its own.
+    """
+    count = len(modules) if placement.rung == "resident" else min(placement.resident, len(modules))
+    for module, prefix in zip(modules[:count], prefixes):
+        fill_layer(pieces, module, prefix, skip, device)
+    if count == len(modules):
+        return ResidentLayers(modules)
+    source = _LayerSource(pieces, modules[count:], prefixes[count:], skip)
+    if placement.rung == "ram":
+        store = RamStore(source.layouts, source.read, pin=placement.pin and device.type == "cuda")
+    else:
+        store = DiskStore(source.layouts, source.read)
+    slots, layers = placement.ahead + 1, len(source.layouts)
+    if device.type == "cuda":
+        mover = CudaMover(store, layers, slots, device, placement.pin)
+    else:
+        mover = HostMover(store, layers, slots)
+    return StreamedLayers(modules, count, mover, placement.ahead)
+
+
+def fill_layer(pieces: Pieces, module: nn.Module, prefix: str, skip: str, device: str | torch.device = "cpu") -> None:
+    """Read one layer into ``module``, in place of what it has on meta."""
+    for name, piece in read_pieces(pieces, prefix, skip, device):
+        _put(module, name, piece)
+    _move_held(module, device)
+
+
+def read_pieces(pieces: Pieces, prefix: str, skip: str, device: str | torch.device = "cpu"):
+    """(name inside the layer, piece) for everything under ``prefix`` but ``skip``, one at a time."""
+    for name in pieces.names(prefix):
+        inside = name[len(prefix) :]
+        if not (skip and inside.startswith(skip)):
+            yield inside, pieces.piece(name, device)
+
+
+def _put(module: nn.Module, name: str, piece: Tensor | nn.Module) -> None:
+    if isinstance(piece, nn.Module):
+        module.set_submodule(_owner(module, name), piece)
+    else:
+        assign(module, _owner(module, name), piece)
+
+
+def _move_held(module: nn.Module, device: str | torch.device) -> None:
+    """What no checkpoint holds (a LoRA's factors) goes where its layer computes."""
+    for owner in module.modules():
+        for name, tensor in owner.named_buffers(recurse=False):
+            if not tensor.is_meta:
+                setattr(owner, name, tensor.to(device))
+
+
+def _hollow(module: nn.Module, skip: str) -> None:
+    """Every tensor of ``module`` to meta, but those under ``skip``, which are placed on their own."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not (skip and name.startswith(skip)) and not tensor.is_meta:
+            assign(module, name, tensor.to("meta"))
+
+
+def _owner(module: nn.Module, name: str) -> str:
+    """Where a piece lives in ``module``: a linear inside a LoRA branch stands under ``.base``."""
+    owner, _, leaf = name.rpartition(".")
+    for linear, rest in ((name, ""), (owner, f".{leaf}")):
+        try:
+            if hasattr(module.get_submodule(linear), "base"):
+                return f"{linear}.base{rest}"
+        except AttributeError:
+            continue
+    return name
+
+
+class _LayerSource:
+    """Layouts of layers and the reading of their bytes. Layers whose pieces are stored alike share one layout."""
+
+    def __init__(self, pieces: Pieces, modules: Sequence[nn.Module], prefixes: Sequence[str], skip: str):
+        self.pieces, self.prefixes, self.skip = pieces, list(prefixes), skip
+        self.extras: list[dict[str, Tensor]] = []  # per layer: tensors that no file holds (LoRA factors)
+        self.layouts: list[LayerLayout] = []
+        known: dict[tuple, tuple[LayerLayout, nn.Module]] = {}
+        for index, module in enumerate(modules):
+            held = {n: t for n, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta}
+            held = {n: t.cpu() for n, t in held.items() if not (skip and n.startswith(skip))}
+            kind = (self._signature(index), tuple((n, t.dtype, tuple(t.shape)) for n, t in held.items()))
+            if kind not in known:
+                fill_layer(pieces, module, prefixes[index], skip)
+                known[kind] = (LayerLayout.of(module, (skip,) if skip else ()), module)
+                _hollow(module, skip)
+            else:
+                self._take_shape(module, known[kind][1])
+            self.layouts.append(known[kind][0])
+            self.extras.append(held)
+
+    def _signature(self, index: int) -> tuple:
+        """How each piece of a layer is made: its name inside the layer, stored format or online method."""
+        prefix, pieces = self.prefixes[index], self.pieces
+        made = []
+        for name in pieces.names(prefix):
+            layer = pieces.checkpoint.layers.get(name.removesuffix(".weight"))
+            how = layer.title if layer is not None else pieces.online.get(name, "")
+            made.append((name[len(prefix) :], how))
+        return tuple(made)
+
+    def _take_shape(self, module: nn.Module, like: nn.Module) -> None:
+        """The quantised linears of ``like`` (on meta) into ``module``, whose pieces are stored alike."""
+        for name, child in like.named_modules():
+            if self.skip and name.startswith(self.skip):
+                continue
+            if name and type(child) is not type(module.get_submodule(name)):
+                module.set_submodule(name, copy.deepcopy(child))
+        _hollow(module, self.skip)
+
+    def read(self, layer: int, views: dict[str, Tensor]) -> None:
+        """Fill ``views`` with the bytes of one layer."""
+        left = set(views)
+        for name, piece in read_pieces(self.pieces, self.prefixes[layer], self.skip):
+            found = {name: piece}
+            if isinstance(piece, nn.Module):
+                tensors = (*piece.named_parameters(), *piece.named_buffers())
+                found = {f"{name}.{inner}": tensor for inner, tensor in tensors}
+            for inner, tensor in found.items():
+                key = inner if inner in views else self._under_base(inner, views)
+                views[key].copy_(tensor)
+                left.discard(key)
+        for name, tensor in self.extras[layer].items():
+            views[name].copy_(tensor)
+            left.discard(name)
+        assert not left, sorted(left)
+
+    @staticmethod
+    def _under_base(name: str, views: dict[str, Tensor]) -> str:
+        owner, _, leaf = name.rpartition(".")
+        while f"{owner}.base.{leaf}" not in views:
+            owner, _, inner = owner.rpartition(".")
+            leaf = f"{inner}.{leaf}"
+        return f"{owner}.base.{leaf}"
