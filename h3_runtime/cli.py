@@ -311,7 +311,7 @@ def _models(arguments, dtype: str | None):
     """The model folder with everything that the options say about it."""
     import torch
 
-    from .render import Models
+    from .model import Models
     from .text.conditions import ConditionCache, default_folder
 
     folders = [Path(folder) for folder in arguments.embeddings or ()]
@@ -503,8 +503,8 @@ def _add_recover(commands) -> argparse.ArgumentParser:
 
 def run_recover(arguments, say: _Say) -> tuple[Results, int]:
     from .latents import load_latent
+    from .model import Models
     from .recovery import RecoveryFolder
-    from .render import Models
     from .save import check_output, decode_latent
 
     if arguments.latent is None:

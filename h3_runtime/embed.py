@@ -15,7 +15,8 @@ from pathlib import Path
 from .errors import H3Error
 from .guides import place
 from .job import MODALITY_TEXT
-from .render import Models, condition_text
+from .model import Models
+from .render import condition_text
 from .request import RenderRequest
 from .text.conditions import MadeCondition, load_condition, save_condition
 

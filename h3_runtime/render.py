@@ -3,13 +3,13 @@
     RenderRequest ─place─▶ pixels on the canvas, all checks ─▶ text encoder ─▶ VAEs encode ─▶ RenderJob
                   ─sample─▶ AVLatent ─▶ RenderResult (latent, job, label, seconds, peaks, notes) ─▶ save.py
 
-``Models`` knows where the parts lie, loads one when it is first asked for, and drops it on ``release``.
+``Models`` (model.py) loads a part when it is first asked for and lets it go when its stage is over.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,143 +18,30 @@ from pathlib import Path
 import torch
 
 from . import __version__
-from .checkpoint.info import CheckpointInfo, on_device
-from .checkpoint.load import load_audio_vae, load_dit, load_video_vae, open_audio_vae, open_dit, open_video_vae
-from .checkpoint.opening import open_checkpoint, wrong_partition
-from .checkpoint.parts import PartPaths
-from .checkpoint.reader import fingerprint, listed
-from .decode import Decoder
+from .checkpoint.info import CheckpointInfo
+from .checkpoint.opening import wrong_partition
+from .checkpoint.reader import fingerprint
 from .errors import H3Error
 from .fidelity import Fidelity, compose, use
 from .geometry import FPS, TRAINED_FRAMES, Canvas
 from .guides import Placed, Placement, place
 from .job import AVLatent, Guide, Reference, RenderJob, TextCondition
 from .latents import PartialLatent
+from .model import Models
 from .models.precision import exact_float32
+from .pressure import sample_under_pressure
 from .recovery import RecoveryFolder, RunRecovery
 from .references import encode_pixels
 from .request import RenderRequest
-from .sampler import SampleResult, sample
+from .sampler import SampleResult
 from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, Schedule, plan_schedule
-from .text.conditions import ConditionCache, ConditionRecord, MadeCondition, describe_shown, versions
+from .text.conditions import ConditionRecord, MadeCondition, describe_shown, versions
 from .text.embeddings import resolve_prompt
-from .text.encoder import TextEncoder, open_weights
+from .text.encoder import open_weights
 from .text.shown import present_shown
 from .text.tokenizer import find_vocabulary, vocabulary_sha256
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
-
-
-class Models:
-    """The parts of one model. ``keep`` holds them between renders (nodes, demo); else each leaves after its stage."""
-
-    def __init__(
-        self,
-        parts: PartPaths,
-        dtype: torch.dtype | None = None,
-        device: str | torch.device = "cpu",
-        layout: str | None = None,
-        keep: bool = False,
-        embedding_folders: Sequence[str | Path] = (),
-        conditions: ConditionCache | None = None,
-    ):
-        self.parts, self.dtype, self.device, self.layout, self.keep = parts, dtype, device, layout, keep
-        self.embedding_folders = tuple(embedding_folders)
-        self.conditions = ConditionCache() if conditions is None else conditions
-        self.infos: dict[str, CheckpointInfo] = {}
-        self._loaded: dict[str, torch.nn.Module | TextEncoder] = {}
-
-    @property
-    def cast_to(self) -> str | None:
-        """float32 when the weights are cast up, None when they stay as stored: what a request's ``dtype`` says."""
-        return "float32" if self.dtype == torch.float32 else None
-
-    def check(self, task: str, encoder: bool = True) -> None:
-        """Raise before any weights are read when a part is missing or its file is not whole; ``encoder``: whether it is
-        needed. The VAEs' infos are known from here on: what decodes a clip belongs to its label and manifest."""
-        dit = self.parts.dit_for(task).path
-        for name, path in (
-            ("video VAE", self.parts.video_vae),
-            ("audio VAE", self.parts.audio_vae),
-            ("text encoder", self.parts.text_encoder if encoder else Path()),
-        ):
-            if path is None:
-                unusable = f" (not usable: {listed(self.parts.skipped, '; ')})" if self.parts.skipped else ""
-                raise H3Error(f"no {name} was found in the model folder{unusable}: add its file")
-        if f"dit:{dit}" not in self._loaded:
-            open_dit(dit, self.dtype, self.layout)
-        for part, path, opener in (
-            ("video_vae", self.parts.video_vae, open_video_vae),
-            ("audio_vae", self.parts.audio_vae, open_audio_vae),
-        ):
-            if part not in self.infos:
-                self.infos[part] = on_device(opener(path).info, self.device)
-
-    def dit(self, task: str) -> torch.nn.Module:
-        """The DiT for ``task`` (t2va, fl2va: FL2VA weights; ref2va: Ref2VA weights)."""
-        path = self.parts.dit_for(task).path
-        key = f"dit:{path}"
-        return self._load(key, "dit", lambda: load_dit(path, self.dtype, self.device, self.layout))
-
-    def video_vae(self) -> torch.nn.Module:
-        return self._load("video_vae", "video_vae", lambda: load_video_vae(self.parts.video_vae, self.device))
-
-    def decoders(self) -> list[Decoder]:
-        """Ways to decode the picture, the next one for when memory runs out: whole on the device, then on the CPU."""
-
-        def chunks(device: torch.device | str, latent: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
-            return self.video_vae().to(device).decode_chunks(latent.to(device), start=start)
-
-        ways = [Decoder(f"resident on {self.device}", partial(chunks, self.device))]
-        if torch.device(self.device).type != "cpu":
-            ways.append(Decoder("on the CPU", partial(chunks, "cpu")))
-        return ways
-
-    def audio_vae(self) -> torch.nn.Module:
-        return self._load("audio_vae", "audio_vae", lambda: load_audio_vae(self.parts.audio_vae, self.device))
-
-    def text_encoder(self) -> TextEncoder:
-        def load():
-            path = self.parts.text_encoder
-            encoder = TextEncoder.load(path, self.parts.tokenizer, dtype=self.dtype, device=self.device)
-            return encoder, self.describe_encoder(encoder.files, encoder.notes)
-
-        return self._load("text_encoder", "text_encoder", load)
-
-    def describe_encoder(self, files: Sequence[Path], notes: Sequence[str]) -> CheckpointInfo:
-        """The encoder's info from its files, without its weights: a kept condition needs no more."""
-        return CheckpointInfo(
-            path=str(self.parts.text_encoder),
-            format="text encoder",
-            part="text_encoder",
-            partition="unknown",
-            dtypes={},
-            nbytes=sum(file.stat().st_size for file in files),
-            fingerprint=fingerprint(files),
-            notes=tuple(notes),
-        )
-
-    def text_width(self, task: str) -> int:
-        """How wide the DiT of ``task`` wants a condition's rows, from its header."""
-        checkpoint = open_checkpoint(self.parts.dit_for(task).path, "dit", self.layout)
-        return checkpoint.shapes["condition_proj.weight"][1]
-
-    def _load(self, key: str, part: str, load: Callable):
-        if key not in self._loaded:
-            if part == "dit":  # one DiT at a time
-                self.release("dit")
-            self._loaded[key], self.infos[part] = load()
-        return self._loaded[key]
-
-    def release(self, *parts: str) -> None:
-        """Let parts go; the DiT always leaves before another is loaded."""
-        for key in [k for k in self._loaded if k.split(":")[0] in parts]:
-            del self._loaded[key]
-
-    def done(self, *parts: str) -> None:
-        """A stage is over: its parts leave unless models are kept."""
-        if not self.keep:
-            self.release(*parts)
 
 
 @dataclass(frozen=True)
@@ -212,17 +99,22 @@ def render_request(
         report("encode", 1, 1)
     with _timed(seconds, "load"):
         report("load", 0, 1)
-        dit = models.dit(task)
+        models.place_dit(task)
         report("load", 1, 1)
     notes += check_state(job, placement, models)
     with _timed(seconds, "denoise"):
         run = None if recovery is None else run_recovery(recovery, request, job, models)
         if run is not None and not resume:
             run.discard()
-        sampled = sample(
-            dit, job, progress=lambda done, total, _: report("denoise", done, total), poll=poll, recovery=run
+        sampled, place_used, stepped = sample_under_pressure(
+            partial(models.place_dit, task),
+            models.loading.placement,
+            job,
+            run,
+            progress=lambda done, total, _: report("denoise", done, total),
+            poll=poll,
         )
-    del dit
+        notes += stepped
     models.done("dit")
     fidelity = label(job, sampled, models, condition)
     notes += job.text.notes
@@ -250,6 +142,7 @@ def render_request(
             "rows": sampled.num_rows,
             "dit_calls": sampled.dit_calls,
             "condition": condition.source,
+            "placement": str(place_used),
             **sampled.stats,
         },
         recovery=run,

@@ -26,7 +26,8 @@ from .job import AVLatent
 from .latents import PartialLatent, save_latent
 from .manifest import METADATA_KEY, dump, make_manifest
 from .media import Mp4Writer, check_output_path
-from .render import Models, Progress, RenderResult, run_fingerprint
+from .model import Models
+from .render import Progress, RenderResult, run_fingerprint
 
 
 @dataclass(frozen=True)

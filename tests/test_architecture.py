@@ -26,7 +26,7 @@ GROUPS = tuple(
         "errors fidelity geometry schedule < models quant checkpoint/reader < request job media soundness mask_picture "
         "< layout < steps < checkpoint < lora memory/streaming < memory/placement "
         "< text references guides latents extend < accelerators < recovery < sampler decode < pressure memory/plan "
-        "< render < manifest < save embed < graph < compare engines < demo "
+        "< model < render < manifest < save embed < graph < compare engines < demo "
         "< verify bench selftest inspection weight_commands < cli < __main__"
     ).split(" < ")
 )

@@ -320,7 +320,7 @@ def test_progress_without_a_terminal_is_told_now_and_then(monkeypatch, capsys):
 @pytest.mark.parametrize("part", ["dit", "video_vae", "audio_vae"])
 def test_a_part_that_is_not_whole_is_refused_before_the_work(render, model, tmp_path, monkeypatch, part):
     """Also a VAE that only the decode would have read, an hour later."""
-    monkeypatch.setattr("h3_runtime.render.TextEncoder.load", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("h3_runtime.text.encoder.TextEncoder.load", lambda *a, **k: pytest.fail("weights were loaded"))
     folder = tmp_path / "part"
     shutil.copytree(model, folder)
     file = folder / f"{part}.safetensors"

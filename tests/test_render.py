@@ -208,7 +208,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_sentence_before_any_weights(capsys, model, tmp_path, monkeypatch, case):
-    monkeypatch.setattr("h3_runtime.render.TextEncoder.load", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("h3_runtime.text.encoder.TextEncoder.load", lambda *a, **k: pytest.fail("weights were loaded"))
     arguments, sentence = BAD[case]
     status, result, words = render(capsys, model, tmp_path / "a.mp4", *arguments, steps=None)
     assert status == 2 and not result

@@ -18,7 +18,8 @@ from ..checkpoint.parts import find_parts
 from ..errors import H3Error
 from ..geometry import FPS, SAMPLE_RATE
 from ..media import write_image
-from ..render import Models, render_request
+from ..model import Models
+from ..render import render_request
 from ..request import GuideRequest, Media, RenderRequest
 from ..save import save_clip
 from ..schedule import check_forwards

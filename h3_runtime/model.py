@@ -1,0 +1,197 @@
+"""The parts of one model: where they lie, how they are loaded and placed, what is known of each before it is read.
+
+PartPaths + Loading(quantise, exclude, loras, placement) ─▶ Models ─▶ text_encoder(), video_vae(), audio_vae()
+                                                                    ─▶ place_dit(task, placement): DiT and layers
+A part is loaded when it is first asked for and leaves when its stage is over (unless ``keep``); one DiT at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from .checkpoint.info import CheckpointInfo, on_device
+from .checkpoint.load import load_audio_vae, load_video_vae, open_audio_vae, open_dit, open_video_vae
+from .checkpoint.opening import open_checkpoint
+from .checkpoint.parts import PartPaths
+from .checkpoint.reader import fingerprint, listed
+from .decode import Decoder
+from .errors import H3Error
+from .lora import Lora, LoraPlan
+from .lora import apply as apply_loras
+from .lora import plan as plan_loras
+from .memory.placement import Placement, place_dit, place_video_vae
+from .memory.streaming import DiTLayers, run_in_order
+from .models.dit import DiT
+from .text.conditions import ConditionCache
+from .text.encoder import TextEncoder
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How the DiT's weights are brought in. ``quantise`` (int8_convrot, int8, fp8) while loading, all block linears but
+    those that ``exclude`` names; ``loras`` as side branches, so that placement never changes a result."""
+
+    quantise: str | None = None
+    exclude: tuple[str, ...] = ()
+    loras: tuple[Lora, ...] = ()
+    placement: Placement = field(default_factory=lambda: Placement(adaln="resident"))
+
+
+class Models:
+    """The parts of one model. ``keep`` holds them between renders (nodes, demo); else each leaves after its stage."""
+
+    def __init__(
+        self,
+        parts: PartPaths,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        layout: str | None = None,
+        keep: bool = False,
+        embedding_folders: Sequence[str | Path] = (),
+        conditions: ConditionCache | None = None,
+        loading: Loading | None = None,
+    ):
+        self.parts, self.dtype, self.device, self.layout, self.keep = parts, dtype, device, layout, keep
+        self.embedding_folders = tuple(embedding_folders)
+        self.conditions = ConditionCache() if conditions is None else conditions
+        self.loading = loading or Loading()
+        self.infos: dict[str, CheckpointInfo] = {}
+        self.lora_plan: LoraPlan | None = None
+        self._loaded: dict[str, object] = {}
+
+    @property
+    def cast_to(self) -> str | None:
+        """float32 when the weights are cast up, None when they stay as stored: what a request's ``dtype`` says."""
+        return "float32" if self.dtype == torch.float32 else None
+
+    def check(self, task: str, encoder: bool = True) -> None:
+        """Raise before any weights are read when a part is missing or its file is not whole; ``encoder``: whether it is
+        needed. The VAEs' infos are known from here on: what decodes a clip belongs to its label and manifest."""
+        dit = self.parts.dit_for(task).path
+        for name, path in (
+            ("video VAE", self.parts.video_vae),
+            ("audio VAE", self.parts.audio_vae),
+            ("text encoder", self.parts.text_encoder if encoder else Path()),
+        ):
+            if path is None:
+                unusable = f" (not usable: {listed(self.parts.skipped, '; ')})" if self.parts.skipped else ""
+                raise H3Error(f"no {name} was found in the model folder{unusable}: add its file")
+        if f"dit:{dit}" not in self._loaded:
+            how = self.loading
+            opened = open_dit(dit, self.dtype, self.layout, quantise=how.quantise, exclude=how.exclude)
+            if how.loras:
+                plan_loras(opened.module, how.loras)
+        for part, path, opener in (
+            ("video_vae", self.parts.video_vae, open_video_vae),
+            ("audio_vae", self.parts.audio_vae, open_audio_vae),
+        ):
+            if part not in self.infos:
+                self.infos[part] = on_device(opener(path).info, self.device)
+
+    def dit(self, task: str) -> DiT:
+        """The DiT for ``task`` (t2va, fl2va: FL2VA weights; ref2va: Ref2VA weights)."""
+        return self.place_dit(task)[0]
+
+    def place_dit(self, task: str, placement: Placement | None = None) -> tuple[DiT, DiTLayers]:
+        """The DiT for ``task`` and where its layers come from; another ``placement`` than before reads it anew."""
+        if placement is not None and placement != self.loading.placement:
+            self.release("dit")
+            self.loading = replace(self.loading, placement=placement)
+        path = self.parts.dit_for(task).path
+        return self._load(f"dit:{path}", "dit", lambda: self._placed(path))
+
+    def _placed(self, path: Path) -> tuple[tuple[DiT, DiTLayers], CheckpointInfo]:
+        how, self.lora_plan = self.loading, None
+        opened = open_dit(path, self.dtype, self.layout, quantise=how.quantise, exclude=how.exclude)
+        info = opened.info
+
+        def put_loras(dit: DiT) -> None:
+            self.lora_plan = plan_loras(dit, how.loras)
+            apply_loras(dit, self.lora_plan, mode="side")
+
+        placed = place_dit(
+            opened, how.placement, torch.device(self.device), put_loras if how.loras else lambda dit: None
+        )
+        if self.lora_plan is not None:
+            plan = self.lora_plan
+            marks = [f"+{f.fingerprint}@{lora.strength:g}" for f, lora in zip(plan.files, plan.loras)]
+            notes = [*(plan.summary(index) for index in range(len(plan.loras))), *plan.notes]
+            info = replace(
+                info,
+                fingerprint=info.fingerprint + "".join(marks),
+                paths=(*info.paths, "dit/lora"),
+                notes=(*info.notes, *notes),
+            )
+        return placed, info
+
+    def video_vae(self) -> torch.nn.Module:
+        return self._load("video_vae", "video_vae", lambda: load_video_vae(self.parts.video_vae, self.device))
+
+    def decoders(self) -> list[Decoder]:
+        """Ways to decode the picture, the next one for when memory runs out: whole on the device, layer by layer from
+        RAM (the same bits), on the CPU."""
+
+        def whole(latent: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
+            return self.video_vae().decode_chunks(latent.to(self.device), start=start)
+
+        def streamed(device: str | torch.device, latent: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
+            self.release("video_vae")
+            opened = open_video_vae(self.parts.video_vae)
+            vae, layers = place_video_vae(opened, Placement("ram"), torch.device(device))
+            return vae.decode_chunks(latent.to(device), start=start, layers=lambda: run_in_order(layers))
+
+        ways = [Decoder(f"resident on {self.device}", whole), Decoder("layer by layer", partial(streamed, self.device))]
+        if torch.device(self.device).type != "cpu":
+            ways.append(Decoder("layer by layer on the CPU", partial(streamed, "cpu")))
+        return ways
+
+    def audio_vae(self) -> torch.nn.Module:
+        return self._load("audio_vae", "audio_vae", lambda: load_audio_vae(self.parts.audio_vae, self.device))
+
+    def text_encoder(self) -> TextEncoder:
+        def load():
+            path = self.parts.text_encoder
+            encoder = TextEncoder.load(path, self.parts.tokenizer, dtype=self.dtype, device=self.device)
+            return encoder, self.describe_encoder(encoder.files, encoder.notes)
+
+        return self._load("text_encoder", "text_encoder", load)
+
+    def describe_encoder(self, files: Sequence[Path], notes: Sequence[str]) -> CheckpointInfo:
+        """The encoder's info from its files, without its weights: a kept condition needs no more."""
+        return CheckpointInfo(
+            path=str(self.parts.text_encoder),
+            format="text encoder",
+            part="text_encoder",
+            partition="unknown",
+            dtypes={},
+            nbytes=sum(file.stat().st_size for file in files),
+            fingerprint=fingerprint(files),
+            notes=tuple(notes),
+        )
+
+    def text_width(self, task: str) -> int:
+        """How wide the DiT of ``task`` wants a condition's rows, from its header."""
+        checkpoint = open_checkpoint(self.parts.dit_for(task).path, "dit", self.layout)
+        return checkpoint.shapes["condition_proj.weight"][1]
+
+    def _load(self, key: str, part: str, load: Callable):
+        if key not in self._loaded:
+            if part == "dit":  # one DiT at a time
+                self.release("dit")
+            self._loaded[key], self.infos[part] = load()
+        return self._loaded[key]
+
+    def release(self, *parts: str) -> None:
+        """Let parts go; the DiT always leaves before another is loaded."""
+        for key in [k for k in self._loaded if k.split(":")[0] in parts]:
+            del self._loaded[key]
+
+    def done(self, *parts: str) -> None:
+        """A stage is over: its parts leave unless models are kept."""
+        if not self.keep:
+            self.release(*parts)
