@@ -188,7 +188,6 @@ def bench_step(
     repeat: int = 9,
     dtypes: Sequence[str] = ("fp32", "bf16"),
     clock: Callable[[], float] = time.perf_counter,
-    say: Callable[[str], None] | None = None,
 ) -> Results:
     """Seconds of our denoise step, of diffusers' forward and of the floor, and their ratios, per dtype.
 
@@ -202,9 +201,6 @@ def bench_step(
         runs, rel_l2 = _step_runs(case, DTYPE_NAMES[dtype])
         seconds = take_turns(runs, repeat, clock)
         results += _step_results(f"step/{dtype}", seconds, rel_l2, case.layout().num_rows)
-        if say is not None:
-            for line in format_lines(results[-6:]):
-                say(line)
     return results
 
 
