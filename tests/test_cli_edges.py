@@ -329,3 +329,13 @@ def test_a_part_that_is_not_whole_is_refused_before_the_work(render, model, tmp_
     metadata = SafetensorsFile(file).metadata
     save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, metadata)
     refused(render(folder=folder), "is no complete", lost)
+
+
+def test_a_nan_in_a_word_that_the_prompt_lacks_is_found(render, model, tmp_path):
+    folder = tmp_path / "nan"
+    shutil.copytree(model, folder)
+    file = folder / "text_encoder.safetensors"
+    tensors, metadata = load_file(file), SafetensorsFile(file).metadata
+    tensors["model.embed_tokens.weight"][7, 3] = float("nan")
+    save_file(tensors, file, metadata)
+    refused(render(folder=folder), "embed_tokens.weight holds NaN or infinity")

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.opening import refuse_not_finite
 from ..checkpoint.reader import TensorSource, listed, open_source
 from ..checkpoint.text_layout import EMBEDDING, Layout, beyond_condition, count_layers, recognise_text
 from ..errors import CheckpointError, H3Error, MissingDependency, NonFiniteError
@@ -156,10 +157,12 @@ def check_weights(module: nn.Module, weights: EncoderWeights) -> None:
 
 
 def fill(module: nn.Module, weights: EncoderWeights, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Read every tensor into ``module``, one at a time; ``dtype`` None keeps the stored type."""
+    """Read every tensor into ``module``, one at a time; ``dtype`` None keeps the stored type. CheckpointError on NaN."""
     tensors = {}
     for name, stored in weights.stored.items():
-        tensors[name] = weights.source.read(stored).to(device=device, dtype=dtype)
+        tensor = weights.source.read(stored)
+        refuse_not_finite(tensor, weights.source.where(stored))  # a word that this prompt lacks would not show it
+        tensors[name] = tensor.to(device=device, dtype=dtype)
     module.load_state_dict(tensors, strict=True, assign=True)
     module.requires_grad_(False)
     for buffers in (part._buffers for part in module.modules()):
