@@ -17,7 +17,7 @@ from pathlib import Path
 
 from . import __version__
 from .errors import H3Error
-from .weight_commands import add_inspect, add_quantize
+from .weight_commands import add_inspect, add_loading_options, add_quantize, loading_of, loras_of
 
 Results = list[dict]
 
@@ -148,6 +148,7 @@ def _add_render(commands) -> argparse.ArgumentParser:
     model = _add_model_options(command)
     model.add_argument("--dit", metavar="FILE", help="DiT file or folder, instead of the one found in --model")
     model.add_argument("--layout", help="read the DiT in this layout, where its names leave a choice")
+    add_loading_options(command.add_argument_group("weights"))
     what = _add_prompt_options(command)
     what.add_argument("--embeds", metavar="FILE", help="the prompt's states from embed save: no text encoder is needed")
     what.add_argument(
@@ -236,8 +237,8 @@ class _AddReference(argparse.Action):
 
 RENDER_INPUTS = (
     "prompt", "size", "ratio", "megapixels", "frames", "first_frame", "last_frame", "references", "recipe", "embeds",
-    "guide", "source", "mask", "audio_mask", "audio_feather", "denoise", "steps", "seed", "start", "stop", "state",
-    "video_shift", "audio_shift",
+    "guide", "lora", "quantise", "exclude", "source", "mask", "audio_mask", "audio_feather",
+    "denoise", "steps", "seed", "start", "stop", "state", "video_shift", "audio_shift",
 )  # fmt: skip
 
 
@@ -269,7 +270,7 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
     else:
         request = request_of(arguments)
     keep_inputs(out, [medium.path for medium in request.media.values()] + ([arguments.manifest] if old else []))
-    models = _models(arguments, request.dtype)
+    models = _models(arguments, request.dtype, loading_of(arguments, request))
     recovery = None if arguments.no_recovery else RecoveryFolder(arguments.recovery)
     result = render_request(request, models, say.progress, recovery=recovery, resume=arguments.resume)
     saved = save_clip(result, models, out, not arguments.no_metadata, arguments.keep_latent, progress=say.progress)
@@ -307,7 +308,7 @@ def describe_result(result, saved) -> Results:
     return rows
 
 
-def _models(arguments, dtype: str | None):
+def _models(arguments, dtype: str | None, loading=None):
     """The model folder with everything that the options say about it."""
     import torch
 
@@ -328,6 +329,7 @@ def _models(arguments, dtype: str | None):
         getattr(arguments, "layout", None),
         embedding_folders=folders,
         conditions=ConditionCache(None if arguments.no_prompt_cache else default_folder()),
+        loading=loading,
     )
 
 
@@ -401,6 +403,9 @@ def request_of(arguments):
         denoise=default(arguments.denoise, 1.0),
         video_shift=default(arguments.video_shift, VIDEO_SHIFT),
         audio_shift=default(arguments.audio_shift, AUDIO_SHIFT),
+        loras=loras_of(arguments),
+        quantise=arguments.quantise,
+        exclude=tuple(arguments.exclude),
     )
 
 

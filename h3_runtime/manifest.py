@@ -21,7 +21,7 @@ from .errors import H3Error
 from .guides import with_size
 from .media import read_metadata
 from .render import RenderResult, environment
-from .request import GuideRequest, Media, ReferenceRequest, RenderRequest, SoundMask
+from .request import GuideRequest, LoraRequest, Media, ReferenceRequest, RenderRequest, SoundMask
 
 VERSION = 1
 METADATA_KEY = "h3_manifest"
@@ -38,6 +38,8 @@ PLAIN_FIELDS = (
     "audio_shift",
     "dtype",
     "recipe",
+    "quantise",
+    "exclude",
 )
 
 
@@ -96,6 +98,7 @@ def describe_request(request: RenderRequest, result: RenderResult) -> dict:
     described["references"] = [
         {**_describe_media(r.media), "kind": r.kind, "sound": r.sound, "fps": r.fps} for r in request.references
     ]
+    described["loras"] = [{**_describe_media(lora.media), "strength": lora.strength} for lora in request.loras]
     mask, sound = request.mask, request.sound_mask
     described["mask"] = _describe_media(mask) if isinstance(mask, Media) else mask
     if isinstance(sound, SoundMask):
@@ -169,13 +172,14 @@ def _request_from(asked: dict, find: Callable[[dict | None], Media | None]) -> R
         ranges, curve = (tuple(tuple(pair) for pair in sound[key]) for key in ("ranges", "curve"))
         sound = SoundMask(ranges=ranges, curve=curve, feather=sound["feather"])
     plain = {name: asked[name] for name in PLAIN_FIELDS if name in asked}
-    plain["size"] = tuple(asked["size"])
+    plain |= {"size": tuple(asked["size"]), "exclude": tuple(asked.get("exclude", ()))}
     return RenderRequest(
         **plain,
         first_frame=find(asked["first_frame"]),
         last_frame=find(asked["last_frame"]),
         source=find(asked["source"]),
         state=find(asked["state"]),
+        loras=tuple(LoraRequest(find(lora), lora["strength"]) for lora in asked.get("loras", ())),
         guides=tuple(
             GuideRequest(find(g), frame=g["frame"], seconds=g["seconds"], strength=g["strength"])
             for g in asked["guides"]

@@ -69,7 +69,7 @@ class Media:
             return digest.hexdigest()
         for value in (self.frames, self.audio):
             if value is not None:
-                array = np.ascontiguousarray(torch.as_tensor(value).cpu().numpy())
+                array = np.ascontiguousarray(value.cpu().numpy() if isinstance(value, Tensor) else value)
                 digest.update(f"{array.dtype}{array.shape}".encode())
                 digest.update(array.tobytes())
         return digest.hexdigest()
@@ -236,12 +236,33 @@ class SoundMask:
 
 
 @dataclass(frozen=True)
+class LoraRequest:
+    """A LoRA file at a strength; several are stacked in the order given."""
+
+    media: Media
+    strength: float = 1.0
+
+    def __post_init__(self):
+        if not is_number(self.strength):
+            raise H3Error(f"LoRA {self.media.name} has strength {self.strength!r}: give a number, 1 is the usual one")
+
+    @staticmethod
+    def parse(text: str) -> LoraRequest:
+        """``FILE`` or ``FILE@0.8``; split at the last @ when a number follows it."""
+        path, at, strength = text.rpartition("@")
+        if at and re.fullmatch(r"-?\d*\.?\d+", strength):
+            return LoraRequest(Media(path), float(strength))
+        return LoraRequest(Media(text))
+
+
+@dataclass(frozen=True)
 class RenderRequest:
     """One render as asked. ``frames`` None: 124, or the source clip's length. Sizes and counts are fitted later.
 
     ``mask`` is a picture, one per frame, or the words keep / all; ``sound_mask`` a SoundMask or the same words;
     ``source`` is the clip that masks keep and denoise starts from; ``state`` a saved partial latent to continue.
     ``references`` stand in the user's order; ``embeds`` is a saved condition of this prompt, which spares the encoder.
+    ``quantise`` names a way to quantise the DiT's block linears while loading, all but those ``exclude`` names.
     """
 
     prompt: str
@@ -267,6 +288,9 @@ class RenderRequest:
     audio_shift: float = AUDIO_SHIFT
     dtype: str | None = None
     recipe: str = "reference"
+    loras: tuple[LoraRequest, ...] = ()
+    quantise: str | None = None
+    exclude: tuple[str, ...] = ()
 
     def __post_init__(self):
         if not isinstance(self.prompt, str):
@@ -296,6 +320,6 @@ class RenderRequest:
         named = {"first frame": self.first_frame, "last frame": self.last_frame, "source": self.source}
         named |= {f"guide {i}": guide.media for i, guide in enumerate(self.guides, 1)}
         named |= {f"reference {i}": reference.media for i, reference in enumerate(self.references, 1)}
-        named |= {"embeds": self.embeds}
+        named |= {"embeds": self.embeds, **{f"LoRA {i}": lora.media for i, lora in enumerate(self.loras, 1)}}
         named |= {"mask": self.mask if isinstance(self.mask, Media) else None, "state": self.state}
         return {name: media for name, media in named.items() if media is not None}

@@ -1,10 +1,13 @@
-"""The commands on weight files: ``inspect`` and ``quantize``. What they do stands in ``inspection``, imported when it
-is asked for, so that the command line starts without torch.
+"""What the command line says about weights: ``inspect``, ``quantize``, and how ``render`` brings them in. The work is
+imported when it is asked for, so that the command line starts without torch.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+
+from .errors import H3Error
 
 
 def add_inspect(commands) -> argparse.ArgumentParser:
@@ -55,3 +58,44 @@ def run_quantize(arguments, say) -> tuple[list[dict], int]:
     for line in lines:
         say(line)
     return results, 0
+
+
+def add_loading_options(group) -> None:
+    """How render brings in the DiT's weights; the last three change no result."""
+    group.add_argument("--lora", action="append", default=[], metavar="FILE[@STRENGTH]",
+                       help="LoRA in any circulated layout, with a strength (default 1); may be repeated")  # fmt: skip
+    group.add_argument("--quantise", choices=["int8_convrot", "int8", "fp8"], help="quantise the DiT while loading")
+    group.add_argument("--exclude", action="append", default=[], metavar="PATTERN",
+                       help="layers that --quantise leaves as they are; may be repeated")  # fmt: skip
+    group.add_argument("--place", choices=["resident", "ram", "disk"], help="the DiT's blocks stay on the "
+                       "device, or are streamed from RAM or disk (the same bits)")  # fmt: skip
+    group.add_argument("--resident-layers", type=int, default=0, metavar="N", help="with --place: blocks that stay")
+    group.add_argument("--ahead", type=int, default=1, metavar="N", help="with --place: blocks copied in advance")
+
+
+def loras_of(arguments) -> tuple:
+    """The LoRAs of the command line."""
+    from .request import LoraRequest
+
+    loras = tuple(LoraRequest.parse(text) for text in arguments.lora)
+    for lora in loras:
+        if not Path(lora.media.path).exists():
+            raise H3Error(f"--lora {lora.media.path} does not exist: give a file that does")
+    return loras
+
+
+def loading_of(arguments, request):
+    """How the request and the command line want the DiT loaded."""
+    from .lora import Lora
+    from .memory.placement import Placement
+    from .model import Loading
+
+    if request is None:
+        return None
+    loras = tuple(Lora(lora.media.path, lora.strength) for lora in request.loras)
+    rung = arguments.place or "resident"
+    if rung == "resident" and (arguments.resident_layers or arguments.ahead != 1):
+        raise H3Error("--resident-layers and --ahead go with --place ram or --place disk: add one of them")
+    adaln = "resident" if rung == "resident" else rung
+    placement = Placement(rung, arguments.resident_layers, arguments.ahead, adaln)
+    return Loading(request.quantise, request.exclude, loras, placement)

@@ -1,0 +1,112 @@
+"""render with quantised weights, LoRAs and placements: labelled, in the manifest, repeated from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from h3_runtime import cli
+from h3_runtime.checkpoint.load import load_dit
+from h3_runtime.demo.maker import make_model
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("H3_RECOVERY", str(tmp_path.parent / (tmp_path.name + "-recovery")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / (tmp_path.name + "-cache")))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def lora(model, tmp_path_factory) -> Path:
+    dit, _ = load_dit(model / "dit.safetensors")
+    generator, tensors = torch.Generator().manual_seed(1), {}
+    for index in range(dit.config.layers):
+        out, inside = dit.blocks[index].mlp.fc1.weight.shape
+        key = f"diffusion_model.blocks.{index}.mlp.fc1"
+        tensors[f"{key}.lora_A.weight"] = torch.randn(4, inside, generator=generator) / inside**0.5
+        tensors[f"{key}.lora_B.weight"] = torch.randn(out, 4, generator=generator) * 0.1
+    path = tmp_path_factory.mktemp("lora") / "style@v1.safetensors"
+    save_file(tensors, path)
+    return path
+
+
+def render(
+    capsys, model, out, *arguments, prompt=("--prompt", "a ball", "--steps", 2, "--size", "96x64", "--frames", 22)
+):
+    words = ["render", "--model", model, "--out", out, *prompt, *arguments, "--json"]
+    status = cli.main([str(word) for word in words])
+    captured = capsys.readouterr()
+    rows = json.loads(captured.out)["results"] if captured.out.strip() else []
+    return status, {row["name"]: row["value"] for row in rows}, captured.err
+
+
+def test_placement_changes_nothing_and_quantisation_is_labelled(capsys, model, tmp_path):
+    _, plain, _ = render(capsys, model, tmp_path / "a.mp4")
+    for index, placed in enumerate((["--place", "ram"], ["--place", "disk", "--resident-layers", 1, "--ahead", 2])):
+        status, streamed, words = render(capsys, model, tmp_path / f"p{index}.mp4", *placed)
+        assert status == 0, words
+        assert streamed["latent"] == plain["latent"]
+        assert (tmp_path / f"p{index}.mp4").read_bytes() == (tmp_path / "a.mp4").read_bytes()
+    status, quantised, words = render(
+        capsys, model, tmp_path / "q.mp4", "--quantise", "int8_convrot", "--exclude", "blocks.0.*", "--place", "disk"
+    )
+    assert status == 0, words
+    assert quantised["latent"] != plain["latent"]
+    manifest = json.loads((tmp_path / "q.json").read_text())
+    assert "dit/int8-convrot" in [part["name"] for part in manifest["fidelity"]["parts"]]
+    assert manifest["request"]["quantise"] == "int8_convrot" and manifest["request"]["exclude"] == ["blocks.0.*"]
+    status, again, words = render(capsys, model, tmp_path / "r.mp4", "--from", tmp_path / "q.mp4", prompt=())
+    assert status == 0 and again["latent"] == quantised["latent"] and "differs: nothing" in words
+
+
+def test_loras_are_applied_counted_labelled_and_repeated(capsys, model, lora, tmp_path):
+    _, plain, _ = render(capsys, model, tmp_path / "a.mp4")
+    status, styled, words = render(capsys, model, tmp_path / "b.mp4", "--lora", f"{lora}@0.5")
+    assert status == 0, words
+    assert styled["latent"] != plain["latent"]
+    assert "4 of 4" in words or "applied" in words
+    manifest = json.loads((tmp_path / "b.json").read_text())
+    assert manifest["request"]["loras"][0]["strength"] == 0.5
+    assert "dit/lora" in [part["name"] for part in manifest["fidelity"]["parts"]]
+    _, streamed, _ = render(capsys, model, tmp_path / "c.mp4", "--lora", f"{lora}@0.5", "--place", "disk")
+    assert streamed["latent"] == styled["latent"]
+    _, other, _ = render(capsys, model, tmp_path / "d.mp4", "--lora", lora)
+    assert other["latent"] not in (styled["latent"], plain["latent"])
+    status, again, words = render(
+        capsys, model, tmp_path / "e.mp4", "--from", tmp_path / "b.mp4", "--inputs", lora.parent, prompt=()
+    )
+    assert status == 0, words
+    assert again["latent"] == styled["latent"] and "differs: nothing" in words
+
+
+BAD = {
+    "lora file": (["--lora", "none.safetensors"], "--lora none.safetensors does not exist"),
+    "ring without a rung": (["--ahead", "2"], "go with --place ram or --place disk"),
+    "ahead": (["--place", "ram", "--ahead", "0"], "placement keeps 0 layers"),
+    "exclude": (["--quantise", "int8", "--exclude", "nothing.*"], "matches none"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_weights_are_one_sentence(capsys, model, tmp_path, case):
+    arguments, sentence = BAD[case]
+    status, rows, words = render(capsys, model, tmp_path / "a.mp4", *arguments)
+    assert status == 2 and not rows and sentence in words and words.count("error:") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lora_of_another_model_is_refused_before_the_work(capsys, model, tmp_path):
+    key = "diffusion_model.blocks.0.mlp.fc1"
+    tensors = {f"{key}.lora_A.weight": torch.zeros(2, 7), f"{key}.lora_B.weight": torch.zeros(9, 2)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    status, _, words = render(capsys, model, tmp_path / "a.mp4", "--lora", tmp_path / "x.safetensors")
+    assert status == 2 and "x.safetensors" in words and "encode" not in words
