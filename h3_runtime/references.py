@@ -104,7 +104,7 @@ def read_memory(medium: Media) -> tuple[np.ndarray | None, Tensor | None]:
     """(uint8 [f, H, W, 3], float32 [2, L]) of a medium in memory, checked; None for what it has not."""
     frames, audio = medium.frames, medium.audio
     if frames is not None:
-        frames = torch.as_tensor(frames).cpu().numpy()
+        frames = frames.cpu().numpy() if isinstance(frames, Tensor) else np.asarray(frames)
         if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or 0 in frames.shape:
             raise H3Error(f"{medium.name} has pixels {list(frames.shape)} {frames.dtype}: give uint8 [f, h, w, 3]")
     if audio is not None:
@@ -301,6 +301,8 @@ def _read_sound(medium: Media, canvas: Canvas, recipe: str, notes: list[str]) ->
         length = media.sound_seconds(medium.path)
         audio, sound_notes = media.decode_sound(medium.path, None, Fraction(0), seconds)
         notes += [f"{medium.name}: {note}" for note in sound_notes]
-    if seconds is not None and length is not None and length > seconds + 1 / SAMPLE_RATE:
-        notes.append(f"{medium.name}: sound cut from {length:.3f} s to the render's {seconds:.3f} s")
+    full = seconds is not None and audio.shape[1] >= int(seconds * SAMPLE_RATE)
+    if full and (not length or length > seconds + 1 / SAMPLE_RATE):
+        source = f"from {length:.3f} s " if length else ""  # not every file tells the length of its sound
+        notes.append(f"{medium.name}: sound cut {source}to the render's {seconds:.3f} s")
     return audio.contiguous() if audio.shape[1] else None

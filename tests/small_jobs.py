@@ -7,6 +7,7 @@ Probe             an accelerator that keeps what each forward is fed, counts, an
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -50,9 +51,9 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @cache
-def small_dit(seed: int = 0) -> DiT:
+def small_dit(seed: int = 0, text_dim: int = CONFIG.text_dim) -> DiT:
     """Seeded weights: matrices at 1 / sqrt(fan in), norms near one, biases near zero; float32."""
-    dit = DiT(CONFIG)
+    dit = DiT(replace(CONFIG, text_dim=text_dim))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(dit.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)

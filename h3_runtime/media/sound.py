@@ -55,14 +55,12 @@ def read_audio(path: str | os.PathLike, start_seconds: float = 0.0, max_seconds:
 
 
 def sound_seconds(path: str | os.PathLike) -> float | None:
-    """Length of a file's sound by its header, 0 when that does not tell; None when it holds no sound."""
+    """Length of a file's sound by its stream's header, 0 when that does not tell; None when it holds no sound."""
     with open_media(path) as container:
         if not container.streams.audio:
             return None
         stream = container.streams.audio[0]
-        if stream.duration:
-            return float(stream.duration * stream.time_base)
-        return (container.duration or 0) / av.time_base
+        return float((stream.duration or 0) * stream.time_base)
 
 
 def fit_audio(audio: torch.Tensor, samples: int) -> tuple[torch.Tensor, str | None]:
