@@ -157,7 +157,7 @@ def check_weights(module: nn.Module, weights: EncoderWeights) -> None:
 
 
 def fill(module: nn.Module, weights: EncoderWeights, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Read every tensor into ``module``, one at a time; ``dtype`` None keeps the stored type. CheckpointError on NaN."""
+    """Read every tensor into ``module``, one at a time; ``dtype`` None keeps the stored type. NaN: CheckpointError."""
     tensors = {}
     for name, stored in weights.stored.items():
         tensor = weights.source.read(stored)
