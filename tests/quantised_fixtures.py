@@ -136,11 +136,10 @@ def padded(weight: torch.Tensor, step: int) -> torch.Tensor:
 def tiled(scales: torch.Tensor) -> torch.Tensor:
     """[R, C] -> cuBLAS's tiles of 128 x 4, [ceil128, ceil4]: row 32 q + p, column c of a tile at 16 p + 4 q + c."""
     rows, columns = -(-scales.shape[0] // 128) * 128, -(-scales.shape[1] // 4) * 4
+    r, c = torch.arange(scales.shape[0])[:, None], torch.arange(scales.shape[1])[None]
+    tile = r // 128 * (columns // 4) + c // 4
     out = torch.zeros(rows * columns)
-    for r in range(scales.shape[0]):
-        for c in range(scales.shape[1]):
-            tile = r // 128 * (columns // 4) + c // 4
-            out[tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4] = scales[r, c]
+    out[tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4] = scales
     return out.view(rows, columns)
 
 
