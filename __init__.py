@@ -25,8 +25,9 @@ else:
         """Lists the nodes of this package; the host asks once at start."""
 
         async def get_node_list(self) -> list:
-            _log.info("MiniMax-H3 Runtime has no nodes in this version; render with python -m h3_runtime.")
-            return []
+            from .nodes import node_classes
+
+            return node_classes()
 
     async def comfy_entrypoint() -> ComfyExtension:
         return H3RuntimeExtension()

@@ -107,16 +107,20 @@ def join_clips(first: AVLatent, second: AVLatent, begins: int) -> AVLatent:
 
 def clip_frames(clip: AVLatent) -> int:
     """Frames of a latent clip. H3Error for a single frame, or a sound of another length than the picture's."""
-    latent_t = clip.video.shape[2]
-    if latent_t < 2 or (latent_t - 2) % CLIP_LATENTS:
-        raise H3Error(f"the clip has {latent_t} latents of picture: 5k + 2 are a whole clip")
-    frames = pixel_frames(latent_t)
+    frames = whole_frames(clip.video.shape[2])
     if clip.audio.shape[3] != audio_latents(frames):
         raise H3Error(
             f"the clip has {frames} frames and {clip.audio.shape[3]} latents of sound: {audio_latents(frames)} are "
             "needed; join picture and sound of one clip"
         )
     return frames
+
+
+def whole_frames(latent_t: int) -> int:
+    """Frames of ``latent_t`` latents of picture. H3Error where they are no whole clip."""
+    if latent_t < 2 or (latent_t - 2) % CLIP_LATENTS:
+        raise H3Error(f"the clip has {latent_t} latents of picture: whole clips have 5k + 2 (2, 7, 12, ... 37)")
+    return pixel_frames(latent_t)
 
 
 def _sound_start(begins: int) -> int:

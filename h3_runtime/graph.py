@@ -10,28 +10,34 @@ In a graph pixels are gone when sampling starts: ``PastMedia`` stands for them w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import __version__
-from .checkpoint.load import CheckpointInfo
-from .checkpoint.opening import find_partition, open_checkpoint
+from .checkpoint.info import CheckpointInfo
+from .checkpoint.opening import find_partition, open_checkpoint, wrong_partition
 from .checkpoint.parts import DiTPath, PartPaths
 from .errors import H3Error
 from .fidelity import Fidelity, compose
-from .job import RenderJob
-from .lora import Applied, Lora
-from .lora import apply as apply_loras
-from .lora import plan as plan_loras
+from .guides import place
+from .job import RenderJob, TextCondition
+from .lora import Lora
+from .model import Models
+from .pressure import sample_under_pressure
 from .recovery import RecoveryFolder
-from .render import Models, RenderResult, label
+from .render import RenderResult, condition_text, encode, label, run_fingerprint
 from .request import Media, RenderRequest
-from .sampler import SampleResult, sample
+from .sampler import SampleResult
+from .text.conditions import MadeCondition
 from .text.encoder import open_weights
+from .text.shown import Shown
+from .text.tokenizer import find_vocabulary
 
 KINDS = ("dit", "video_vae", "audio_vae", "text_encoder")
 PRECISIONS = {"as stored": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -60,7 +66,9 @@ class Part:
     def __init__(self, kind: str, models: Models, path: Path, partition: str = "unknown", loras: tuple[Lora, ...] = ()):
         self.kind, self.path, self.partition, self.loras = kind, path, partition, loras
         self._models = models
-        self._shared: dict[str, Applied | None] = {"applied": None}
+        self.size = 0  # bytes of its files
+        self.root: Part = self  # the part without LoRAs, which shares the weights
+        self.evictable = None  # a host's note of the root, kept as long as it
 
     @staticmethod
     def open(
@@ -70,34 +78,47 @@ class Part:
         device: str | torch.device = "cpu",
         layout: str | None = None,
         vocabulary: str | Path | None = None,
+        embedding_folders: Sequence[str | Path] = (),
     ) -> Part:
         """Choose the file or folder at ``path``. CheckpointError when it is not a usable ``kind``; no weights are read.
 
         ``precision``: one of PRECISIONS (VAEs are float32 whatever it says). ``vocabulary``: folder of vocab.json and
-        merges.txt, for a text encoder that does not lie beside them.
+        merges.txt, for a text encoder that has none beside it; ``embedding_folders``: where prompts find embeddings.
         """
         assert kind in KINDS, kind
         if precision not in PRECISIONS:
             raise H3Error(f"precision {precision!r}: give one of {', '.join(PRECISIONS)}")
         path = Path(path)
-        partition = "unknown"
+        partition, tokenizer = "unknown", None
         if kind == "text_encoder":
-            open_weights(path)
+            source = open_weights(path).source
+            tokenizer = _vocabulary_for(path, vocabulary)
         else:
-            checkpoint = open_checkpoint(path, kind, layout)
+            source = open_checkpoint(path, kind, layout).source
             if kind == "dit":
-                partition = find_partition(checkpoint.source)[0]
+                partition = find_partition(source)[0]
         dits = (DiTPath(path, partition),) if kind == "dit" else ()
         named = {other: path if kind == other else None for other in KINDS[1:]}
-        parts = PartPaths(dits=dits, tokenizer=None if vocabulary is None else Path(vocabulary), **named)
-        return Part(kind, Models(parts, PRECISIONS[precision], device, layout, keep=True), path, partition)
+        parts = PartPaths(dits=dits, tokenizer=tokenizer, **named)
+        models = Models(
+            parts, PRECISIONS[precision], device, layout, keep=True, embedding_folders=tuple(embedding_folders)
+        )
+        part = Part(kind, models, path, partition)
+        part.size = sum(file.stat().st_size for file in source.files)
+        return part
 
     def with_lora(self, lora: Lora) -> Part:
         """The same DiT with one more LoRA; nothing is loaded or changed."""
         assert self.kind == "dit", self.kind
         part = Part(self.kind, self._models, self.path, self.partition, (*self.loras, lora))
-        part._shared = self._shared
+        part.size, part.root = self.size, self.root
         return part
+
+    def place(self, device: str | torch.device) -> None:
+        """Where the part computes, from its next load on."""
+        if torch.device(device) != self.device:
+            self.release()
+            self._models.device = device
 
     @property
     def name(self) -> str:
@@ -129,45 +150,112 @@ class Part:
         that a DiT is of the partition it needs."""
         if self.kind != "dit":
             return getattr(self._models, self.kind)()
-        self._models.parts.dit_for(task)
-        applied = self._shared["applied"]
-        on_it = () if applied is None else applied.plan.loras
-        if self.loaded and on_it != self.loras:
+        self._carry_loras()
+        return self._models.dit(task)
+
+    def _carry_loras(self) -> None:
+        """Have the weights carry this part's LoRAs: with others on them they are read anew."""
+        loading = self._models.loading
+        if loading.loras != self.loras:
             self.release()
-        dit = self._models.dit(task)
-        if self.loras and self._shared["applied"] is None:
-            self._shared["applied"] = apply_loras(dit, plan_loras(dit, self.loras))
-        return dit
+            self._models.loading = replace(loading, loras=self.loras)
+
+    def check(self, job: RenderJob) -> None:
+        """H3Error for a job that this DiT cannot run; only headers are read."""
+        needed = "ref2va" if job.references else "fl2va"
+        if self.partition not in (needed, "unknown"):
+            names = {"fl2va": "FL2VA", "ref2va": "Ref2VA"}
+            what = "references need" if job.references else "a prompt without references needs"
+            raise H3Error(
+                f"{what} {names[needed]} weights, and {self.name} holds {names[self.partition]} weights: choose "
+                "the other "
+                "file in H3 Load Model"
+            )
+        width, needed = job.text.hidden.shape[1], self._models.text_width(job.task)
+        if width != needed:
+            raise H3Error(
+                f"the prompt's rows are {width} wide and {self.name} reads {needed}: encode the prompt with the text "
+                "encoder of this model"
+            )
 
     def release(self) -> None:
         """Let the weights go; the next use reads them again."""
         self._models.release(*KINDS)
-        self._shared["applied"] = None
 
     def described(self) -> list[str]:
         """Sentences about what is loaded: the file's own notes, and what of each LoRA is applied."""
         said = [] if self.info is None else list(self.info.notes)
         if self.info is not None and self.info.approximate:
             said.append(self.info.approximate)
-        applied = self._shared["applied"]
-        if applied is not None:
-            said += [applied.plan.summary(index) for index in range(len(applied.plan.loras))]
-            said += applied.plan.notes
         return said
-
-    def lora_marks(self) -> list[str]:
-        """What of the LoRAs decides the output: hash and strength of each that is on the weights."""
-        applied = self._shared["applied"]
-        if applied is None:
-            return []
-        return [f"{f.fingerprint} {lora.strength!r}" for f, lora in zip(applied.plan.files, applied.plan.loras)]
 
     def warnings(self, job: RenderJob) -> list[str]:
         """What of the LoRAs does not go together with the job's settings."""
-        applied = self._shared["applied"]
-        if applied is None:
+        plan = self._models.lora_plan
+        if plan is None:
             return []
-        return applied.plan.warnings(self.partition, job.num_forwards, job.video_shift, job.audio_shift)
+        return plan.warnings(self.partition, job.num_forwards, job.video_shift, job.audio_shift)
+
+
+def _vocabulary_for(encoder: Path, otherwise: str | Path | None) -> Path | None:
+    """The folder beside the encoder, else ``otherwise``. H3Error where neither has one."""
+    try:
+        return find_vocabulary(encoder)
+    except H3Error:
+        if otherwise is None:
+            raise
+        return find_vocabulary(folder=otherwise)
+
+
+class GraphModels(Models):
+    """The parts that a node was given, as one model: each stays where it is and is loaded when it is first needed.
+
+    ``given``: kind -> anything with ``load()`` and ``info`` (a Part, or another program's VAE in our clothes).
+    """
+
+    def __init__(self, **given):
+        encoder = given.get("text_encoder")
+        paths = {kind: getattr(given.get(kind), "path", None) for kind in KINDS[1:]}
+        own = None if encoder is None else encoder.models
+        super().__init__(
+            PartPaths(dits=(), tokenizer=None if own is None else own.parts.tokenizer, **paths),
+            None if own is None else own.dtype,
+            "cpu" if own is None else own.device,
+            keep=True,
+            embedding_folders=() if own is None else own.embedding_folders,
+            conditions=None if own is None else own.conditions,
+        )
+        self._given = {kind: part for kind, part in given.items() if part is not None}
+
+    def _load(self, key: str, part: str, load: Callable):
+        given = self._given.get(part)
+        if given is None:
+            raise H3Error(f"a {part.replace('_', ' ')} is needed here and none is connected: add H3 Load VAEs")
+        loaded = given.load()
+        if given.info is not None:
+            self.infos[part] = given.info
+        return loaded
+
+
+class _Shown(NamedTuple):
+    """What ``condition_text`` asks of a placement."""
+
+    shown: tuple[Shown, ...]
+    condition: None = None
+
+
+def encode_media(request: RenderRequest, models: Models, text: TextCondition | None = None) -> tuple:
+    """(Placement, RenderJob) of the request's keyframes, guides, references and source; without ``text`` the job only
+    carries their latents."""
+    placement = place(request)
+    if text is None:
+        text = TextCondition(torch.zeros(1, 1), torch.ones(1, dtype=torch.int64))
+    return placement, encode(request, placement, models, text)
+
+
+def condition_shown(request: RenderRequest, shown: Sequence[Shown], models: Models) -> MadeCondition:
+    """The prompt's rows after ``shown``, which another program prepared in its own way."""
+    return condition_text(request, _Shown(tuple(shown)), models)
 
 
 @dataclass(frozen=True)
@@ -182,12 +270,12 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a job's conditions came from: the ``infos`` of the parts that made them, ``foreign`` names of those that
-    other programs' code made, the text ``encoder``'s entry in the label (empty: foreign), and sentences."""
+    """Where a job's conditions came from: the ``infos`` of the parts that made them, the prompt's ``condition`` (None:
+    another program encoded it), names of what else is ``foreign``, and sentences."""
 
     infos: Mapping[str, CheckpointInfo] = field(default_factory=dict)
+    condition: MadeCondition | None = None
     foreign: tuple[str, ...] = ()
-    encoder: str = "encoder/stored"
     notes: tuple[str, ...] = ()
 
 
@@ -201,18 +289,29 @@ def run_job(
 ) -> RenderResult:
     """Load the DiT and run the forwards of ``job``; a run of exactly this job that ``recovery`` holds is taken up.
 
-    H3Error before any weights are read for a DiT of the wrong partition.
+    H3Error before any weights are read for a DiT of the wrong partition or text width.
     """
     began = time.perf_counter()
-    module = dit.load(job.task)
+    dit.check(job)
+    dit.load(job.task)
     loaded = time.perf_counter()
-    run = None
+    models, run = dit.models, None
     if recovery is not None:
-        made_by = [f"dit={dit.info.fingerprint}", *dit.lora_marks(), str(dit.dtype), __version__]
+        made_by = (f"dit={dit.info.fingerprint}", str(dit.dtype), __version__)
         run = recovery.run(job.fingerprint(*made_by), job.canvas, task=job.task, prompt=request.prompt, seed=job.seed)
-    sampled = sample(module, job, (), watcher.progress, watcher.poll, run, watch=watcher.watch)
+    sampled, placement, stepped = sample_under_pressure(
+        partial(models.place_dit, job.task),
+        models.loading.placement,
+        job,
+        run,
+        progress=watcher.progress,
+        poll=watcher.poll,
+        watch=watcher.watch,
+    )
     done = time.perf_counter()
-    notes = [*origin.notes, *dit.described(), *dit.warnings(job)]
+    notes = [*origin.notes, *dit.described(), *dit.warnings(job), *stepped]
+    if warning := wrong_partition(dit.partition, job.task):
+        notes.append(warning)
     if sampled.resumed_after is not None:
         notes.append(f"taken up after forward {sampled.resumed_after} of {job.num_forwards}, saved by an earlier run")
     return RenderResult(
@@ -225,25 +324,66 @@ def run_job(
         notes=tuple(dict.fromkeys(notes)),
         seconds={"load": loaded - began, "denoise": done - loaded},
         step_seconds=sampled.step_seconds,
-        stats={"rows": sampled.num_rows, "dit_calls": sampled.dit_calls, **sampled.stats},
+        stats={
+            "rows": sampled.num_rows,
+            "dit_calls": sampled.dit_calls,
+            "placement": str(placement),
+            **sampled.stats,
+        },
         recovery=run,
         device=str(dit.device),
         dtype=dit.models.cast_to,
+        record=None if origin.condition is None else origin.condition.record,
     )
 
 
 def _label(dit: Part, job: RenderJob, sampled: SampleResult, origin: Origin) -> Fidelity:
-    """The label of ``render.label``, with the encoder that really made the prompt's rows, and what is not ours."""
-    plain = label(job, sampled, dit.models)
-    names = [part.name for part in plain.parts if not part.name.startswith("encoder/")]
-    names += [origin.encoder] if origin.encoder else []
+    """The label of ``render.label``, and beside it what another program made and what LoRAs changed."""
+    plain = label(job, sampled, dit.models, origin.condition)
+    foreign = [*(["the prompt"] if origin.condition is None else []), *origin.foreign]
+    names = [part.name for part in plain.parts if origin.condition or not part.name.startswith("encoder/")]
     reasons = {part.name: part.reason for part in plain.parts}
-    if origin.foreign:
+    if foreign:
         names.append("condition/foreign")
-        reasons[names[-1]] = f"not made by this runtime: {', '.join(origin.foreign)}"
-    if dit.lora_marks():
-        names.append("dit/lora")
+        reasons[names[-1]] = f"encoded by another program's code: {', '.join(foreign)}"
     return compose(names, plain.beyond, plain.compute, reasons)
+
+
+def describe_latent(result: RenderResult) -> dict:
+    """What a latent file says of the render it comes from, for ``save_latent``."""
+    schedule = result.job.schedule
+    return {
+        "finished": result.finished,
+        "stop": schedule.stop,
+        "sigma_video": schedule.video[schedule.stop],
+        "sigma_audio": schedule.audio[schedule.stop],
+        "task": result.job.task,
+        "partition": result.infos["dit"].partition,
+        "label": result.fidelity.title,
+        "run": run_fingerprint(result.job, result.infos["dit"], result.dtype),
+    }
+
+
+def encoder_of_record(made: MadeCondition, path: Path) -> CheckpointInfo:
+    """The info of the encoder that made a saved condition, which is not at hand itself."""
+    return CheckpointInfo(
+        path=str(path),
+        format="saved condition",
+        part="text_encoder",
+        partition="unknown",
+        dtypes={},
+        nbytes=path.stat().st_size,
+        fingerprint=made.record.fingerprint,
+        approximate=made.record.approximate,
+    )
+
+
+def weakest(labels: Iterable[Fidelity]) -> Fidelity:
+    """The label of what was put together from several renders: all their parts, so the weakest of them."""
+    labels = list(labels)
+    parts = tuple(dict.fromkeys(part for label in labels for part in label.parts))
+    beyond = tuple(dict.fromkeys(words for label in labels for words in label.beyond))
+    return Fidelity(parts, beyond, next((label.compute for label in labels if label.compute), ""))
 
 
 def with_parts(result: RenderResult, parts: Iterable[Part]) -> RenderResult:
@@ -251,11 +391,12 @@ def with_parts(result: RenderResult, parts: Iterable[Part]) -> RenderResult:
     infos, names = dict(result.infos), [part.name for part in result.fidelity.parts]
     reasons = {part.name: part.reason for part in result.fidelity.parts}
     for part in parts:
-        if part.info is None:
+        info = part.info
+        if info is None:
             continue
-        infos[part.kind] = part.info
-        if part.info.approximate:
-            names.append(f"{part.kind.replace('_', '-')}/file-approximate")
-            reasons[names[-1]] = part.info.approximate
+        infos[info.part] = info
+        names += info.paths
+        if info.approximate:
+            reasons |= dict.fromkeys(info.paths, info.approximate)
     fidelity = compose(names, result.fidelity.beyond, result.fidelity.compute, reasons)
     return replace(result, infos=infos, fidelity=fidelity)

@@ -43,6 +43,7 @@ DIT = DiTConfig(
 VIDEO_VAE = VideoVAEConfig(channels=(32, 32, 32, 32, 32, 32), resnets=1, layers=3, heads=4, head_dim=32, ffn=256)
 AUDIO_VAE = AudioVAEConfig(encoder_dim=4, latent_dim=128, heads=4, decoder_dim=128)
 SOUND_LEVEL = 0.01  # of full scale, roughly
+REFERENCE_DIT = "dit_ref2va.safetensors"
 PARTS = ("dit.safetensors", "video_vae.safetensors", "audio_vae.safetensors", "text_encoder.safetensors")
 
 
@@ -58,6 +59,13 @@ def make_model(folder: str | Path, seed: int = SEED) -> Path:
     return folder
 
 
+def make_reference_dit(folder: str | Path, seed: int = SEED + 1) -> Path:
+    """Write a second small DiT into ``folder``, whose weights say they are for references (Ref2VA)."""
+    path = Path(folder) / REFERENCE_DIT
+    _save(path, DiT(DIT), DIT, torch.Generator().manual_seed(seed), half=True, partition="ref2va")
+    return path
+
+
 def seeded_tensors(module: nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """float32 values for every tensor of ``module``, drawn in the order of their names."""
     return {name: _seeded(name, tensor, generator) for name, tensor in sorted(module.state_dict().items())}
@@ -70,7 +78,9 @@ def seeded_module(kind: type[nn.Module], config, seed: int = SEED) -> nn.Module:
     return module
 
 
-def _save(path: Path, module: nn.Module, config, generator: torch.Generator, half: bool = False) -> None:
+def _save(
+    path: Path, module: nn.Module, config, generator: torch.Generator, half: bool = False, partition: str = "fl2va"
+) -> None:
     islands = DiT.float32_islands if isinstance(module, DiT) else ()
     tensors = {
         name: (value.to(torch.bfloat16) if half and not name.startswith(islands) else value).contiguous()
@@ -78,7 +88,7 @@ def _save(path: Path, module: nn.Module, config, generator: torch.Generator, hal
     }
     metadata = {CONFIG_KEY: json.dumps(config.to_dict(), sort_keys=True)}
     if half:
-        metadata[PARTITION_KEY] = "fl2va"
+        metadata[PARTITION_KEY] = partition
     save_file(tensors, path, metadata=metadata)
 
 

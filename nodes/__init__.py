@@ -1,0 +1,12 @@
+"""The nodes of this package: thin, one class each, and the only code that may touch the host.
+
+Widgets in, one call of the runtime, outputs and a report out. A new node is one class and its name in a NODES list.
+"""
+
+
+def node_classes() -> list:
+    """All node classes, in the order of the menu."""
+    from . import condition, latent, load, mask, media, references, render, save
+
+    modules = (load, condition, references, latent, mask, render, save, media)
+    return [node for module in modules for node in module.NODES]

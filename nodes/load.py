@@ -1,0 +1,326 @@
+"""Loaders: a file is chosen and checked here, and read when it is first needed.
+
+file of the host's folders, or the small carried model ──▶ Part (header checked) ──▶ H3_MODEL, CLIP, VAE
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import host
+from .sockets import CATEGORY, LOADER, H3Model, Node, io, wrong_type
+from .stand_ins import EncoderAsClip, PictureAsVae, SoundAsVae
+
+FOLDER = f"{CATEGORY}/load"
+CARRIED = "small carried model"
+CARRIED_REFERENCES = "small carried model for references"
+CARRIED_FILES = {
+    "dit": "dit.safetensors",
+    "text_encoder": "text_encoder.safetensors",
+    "video_vae": "video_vae.safetensors",
+    "audio_vae": "audio_vae.safetensors",
+}
+FOLDERS = {
+    "dit": ("diffusion_models",),
+    "text_encoder": ("text_encoders",),
+    "video_vae": ("vae",),
+    "audio_vae": ("vae",),
+}
+PRECISIONS = ["as stored", "float32", "bfloat16"]
+LAYOUTS = ["detect", "official", "diffusers", "comfyui"]
+PICK = "The small carried model needs no download: it shows that every part runs, its pictures are blotches of colour."
+
+
+def choices(kind: str) -> list[str]:
+    carried = [CARRIED, CARRIED_REFERENCES] if kind == "dit" else [CARRIED]
+    return [*carried, *host.folder_files(*FOLDERS[kind])]
+
+
+def carried_folder() -> Path:
+    """The small model, made in the host's temporary folder when it is first used; the same bytes every time."""
+    from ..h3_runtime import make_model
+
+    folder = host.temp_folder() / "h3_runtime_small_model"
+    if not all((folder / name).is_file() for name in (*CARRIED_FILES.values(), "vocab.json", "merges.txt")):
+        make_model(folder)
+    return folder
+
+
+def carried_reference_dit() -> Path:
+    """The small model's DiT for references, beside the rest of it."""
+    from ..h3_runtime import REFERENCE_DIT, make_reference_dit
+
+    path = carried_folder() / REFERENCE_DIT
+    return path if path.is_file() else make_reference_dit(path.parent)
+
+
+def path_of(kind: str, name: str) -> Path | None:
+    """The file behind a picker's entry; None where it is gone (the carried model is made by then)."""
+    if name == CARRIED:
+        return carried_folder() / CARRIED_FILES[kind]
+    if name == CARRIED_REFERENCES:
+        return carried_reference_dit()
+    return host.find_file(FOLDERS[kind][0], name, *FOLDERS[kind][1:])
+
+
+def check_choice(kind: str, name: str | None) -> bool | str:
+    """For validate_inputs: the sentence about a file that is not there."""
+    if name in (None, CARRIED, CARRIED_REFERENCES) or host.find_file(FOLDERS[kind][0], name, *FOLDERS[kind][1:]):
+        return True
+    return host.missing_file(FOLDERS[kind][0], name)
+
+
+def open_part(kind: str, name: str, precision: str = "as stored", layout: str = "detect"):
+    """(Part on the device that suits it, sentences)."""
+    from ..h3_runtime import H3Error, Part
+
+    path = path_of(kind, name)
+    if path is None:
+        raise H3Error(host.missing_file(FOLDERS[kind][0], name))
+    notes = []
+    if name in (CARRIED, CARRIED_REFERENCES) and precision == "as stored" and host.compute_device().type == "cpu":
+        precision = "float32"  # bf16 on a CPU is slow, and this model has nothing to lose
+    part = Part.open(
+        kind,
+        path,
+        precision,
+        layout=None if layout == "detect" else layout,
+        vocabulary=host.vocabulary_folder() if kind == "text_encoder" else None,
+        embedding_folders=host.embedding_folders() if kind == "text_encoder" else (),
+    )
+    device, note = host.fitting_device(part.size)
+    part.place(device)
+    notes.append(f"{part.name}: {part.size / 2**30:.2f} GiB, {precision}, on {device}; read when it is first needed")
+    return part, [*notes, *([note] if note else [])]
+
+
+def file_stamp(kind: str, name: str | None) -> str:
+    return (
+        str(name) if name in (None, CARRIED, CARRIED_REFERENCES) else host.stamp(host.find_file(FOLDERS[kind][0], name))
+    )
+
+
+class LoadModel(Node):
+    """Choose the DiT."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="H3RuntimeLoadModel",
+            display_name=LOADER,
+            category=FOLDER,
+            description="Chooses the MiniMax H3 model (DiT) that the H3 Sampler runs. Any layout in circulation is "
+            "read: official and diffusers shards, ComfyUI files, GGUF. Its weights are read when they are first "
+            "needed.",
+            search_aliases=["minimax h3 loader", "unet loader", "load diffusion model"],
+            inputs=[
+                io.Combo.Input("model", options=choices("dit"), tooltip=f"A file in models/diffusion_models. {PICK}"),
+                io.Combo.Input(
+                    "precision",
+                    options=PRECISIONS,
+                    default="as stored",
+                    tooltip="as stored: the number type of the file, the exact baseline. float32: weights cast "
+                    "up, twice "
+                    "the memory. bfloat16: weights rounded where the file holds more.",
+                ),
+                io.Combo.Input(
+                    "layout",
+                    options=LAYOUTS,
+                    default="detect",
+                    tooltip="Only for a file whose layout cannot be told from its tensors; detect otherwise.",
+                ),
+            ],
+            outputs=[H3Model.Output(display_name="model")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, model=None):
+        return check_choice("dit", model)
+
+    @classmethod
+    def fingerprint_inputs(cls, model=None, **others):
+        return file_stamp("dit", model)
+
+    @classmethod
+    @host.runtime_mode
+    def execute(cls, model, precision="as stored", layout="detect"):
+        part, notes = open_part("dit", model, precision, layout)
+        partition = {
+            "fl2va": "FL2VA weights (text, first and last frame, guides)",
+            "ref2va": "Ref2VA weights (references)",
+        }.get(part.partition, "weights of an unknown partition: FL2VA or Ref2VA cannot be told from this file")
+        return cls.report([partition, *notes], part)
+
+
+class LoadTextEncoder(Node):
+    """Choose the text encoder."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="H3RuntimeLoadTextEncoder",
+            display_name="H3 Load Text Encoder",
+            category=FOLDER,
+            description="Chooses MiniMax H3's text encoder (Qwen3-VL). It plugs into our nodes and into ComfyUI's own "
+            "CLIP inputs, its H3 nodes included.",
+            search_aliases=["minimax h3 clip", "load clip", "qwen3-vl"],
+            inputs=[
+                io.Combo.Input(
+                    "text_encoder",
+                    options=choices("text_encoder"),
+                    tooltip=f"A file in models/text_encoders. {PICK} It goes with the carried model only.",
+                ),
+                io.Combo.Input(
+                    "precision",
+                    options=PRECISIONS,
+                    default="as stored",
+                    tooltip="as stored: the number type of the file, the exact baseline. float32: weights cast up.",
+                ),
+            ],
+            outputs=[io.Clip.Output(display_name="clip")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, text_encoder=None):
+        return check_choice("text_encoder", text_encoder)
+
+    @classmethod
+    def fingerprint_inputs(cls, text_encoder=None, **others):
+        return file_stamp("text_encoder", text_encoder)
+
+    @classmethod
+    @host.runtime_mode
+    def execute(cls, text_encoder, precision="as stored"):
+        part, notes = open_part("text_encoder", text_encoder, precision)
+        return cls.report(notes, EncoderAsClip(part))
+
+
+class LoadVaes(Node):
+    """Choose both VAEs."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="H3RuntimeLoadVaes",
+            display_name="H3 Load VAEs",
+            category=FOLDER,
+            description="Chooses the video VAE and the audio VAE. Both plug into our nodes and into ComfyUI's own VAE "
+            "inputs (VAE Encode, VAE Decode, tiled or not, VAE Decode Audio, its H3 nodes).",
+            search_aliases=["minimax h3 vae", "load vae"],
+            inputs=[
+                io.Combo.Input(
+                    "video_vae",
+                    options=choices("video_vae"),
+                    tooltip="A file in models/vae. float32 is the exact one; a half precision file is "
+                    f"labelled. {PICK}",
+                ),
+                io.Combo.Input(
+                    "audio_vae",
+                    options=choices("audio_vae"),
+                    tooltip="A file in models/vae: the audio VAE of MiniMax H3, in float32.",
+                ),
+            ],
+            outputs=[
+                io.Vae.Output("video", display_name="video vae"),
+                io.Vae.Output("audio", display_name="audio vae"),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, video_vae=None, audio_vae=None):
+        wrong = [check_choice("video_vae", video_vae), check_choice("audio_vae", audio_vae)]
+        return next((sentence for sentence in wrong if sentence is not True), True)
+
+    @classmethod
+    def fingerprint_inputs(cls, video_vae=None, audio_vae=None):
+        return file_stamp("video_vae", video_vae) + file_stamp("audio_vae", audio_vae)
+
+    @classmethod
+    @host.runtime_mode
+    def execute(cls, video_vae, audio_vae):
+        picture, said = open_part("video_vae", video_vae)
+        sound, more = open_part("audio_vae", audio_vae)
+        return cls.report([*said, *more], PictureAsVae(picture), SoundAsVae(sound))
+
+
+class LoadLora(Node):
+    """Put a LoRA on the model."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="H3RuntimeLoadLora",
+            display_name="H3 Load LoRA",
+            category=FOLDER,
+            description="Puts a LoRA of any circulated layout on the model; chain several to stack them. The sampler "
+            "reports what of it was applied, and what was not and why.",
+            search_aliases=["minimax h3 lora", "turbo"],
+            inputs=[
+                H3Model.Input("model", tooltip=f"The model of {LOADER}, or of another H3 Load LoRA."),
+                io.Combo.Input(
+                    "lora",
+                    options=host.folder_files("loras") or ["none found"],
+                    tooltip="A file in models/loras, made for MiniMax H3.",
+                ),
+                io.Float.Input(
+                    "strength",
+                    default=1.0,
+                    min=-10.0,
+                    max=10.0,
+                    step=0.05,
+                    tooltip="1 is as trained, 0 switches it off.",
+                ),
+            ],
+            outputs=[H3Model.Output(display_name="model")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, input_types, lora=None):
+        if lora is not None and host.find_file("loras", lora) is None:
+            return host.missing_file("loras", lora)
+        return wrong_type(input_types, {"model": "H3_MODEL"}, {"model": host_model_refused()})
+
+    @classmethod
+    def fingerprint_inputs(cls, lora=None, **others):
+        return "" if lora is None else host.stamp(host.find_file("loras", lora))
+
+    @classmethod
+    @host.runtime_mode
+    def execute(cls, model, lora, strength=1.0):
+        from ..h3_runtime import H3Error, Lora, open_lora
+
+        require_model(model)
+        path = host.find_file("loras", lora)
+        if path is None:
+            raise H3Error(host.missing_file("loras", lora))
+        file = open_lora(path)
+        notes = [f"{file.name}: layout {file.layout}, {len(file.pairs)} pairs", *file.warnings(model.partition)]
+        if file.preset is not None:
+            preset = file.preset
+            notes.append(
+                f"made for {preset.forwards} steps, shifts {preset.video_shift} and {preset.audio_shift}: set the "
+                "sampler so"
+            )
+        return cls.report(notes, model.with_lora(Lora(path, strength)))
+
+
+def host_model_refused() -> str:
+    return (
+        "this input takes the runtime's own H3_MODEL, and ComfyUI's MODEL was connected: load the file with the node "
+        f"{LOADER} (ComfyUI's model belongs to ComfyUI's sampler; latents and conditioning can be shared)"
+    )
+
+
+def require_model(model) -> None:
+    """H3Error, naming our loader, for anything that is not a model of ours."""
+    from ..h3_runtime import H3Error, Part
+
+    if not isinstance(model, Part) or model.kind != "dit":
+        raise H3Error(host_model_refused())
+
+
+NODES = [LoadModel, LoadTextEncoder, LoadVaes, LoadLora]

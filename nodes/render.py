@@ -1,0 +1,303 @@
+"""The sampler, and the decoders.
+
+H3_MODEL + CONDITIONING + LATENT ─▶ H3 Sampler ─▶ LATENT ─▶ H3 Decode Video ─▶ IMAGE
+                                                         └▶ H3 Decode Sound ─▶ AUDIO
+"""
+
+from __future__ import annotations
+
+from . import host
+from .av_latent import give_latent, take_latent
+from .jobs import Settings, make_job
+from .load import host_model_refused, require_model
+from .media import give_audio
+from .sockets import CATEGORY, LOADER, H3Model, Node, io, wrong_type
+from .stand_ins import PictureAsVae, SoundAsVae, load_part, part_of
+
+FOLDER = f"{CATEGORY}/render"
+
+
+class Sampler(Node):
+    """Render."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="H3RuntimeSampler",
+            display_name="H3 Sampler",
+            category=FOLDER,
+            description="Renders picture and sound together. The defaults are the release's own: 49 steps, "
+            "shifts 12 and 3, "
+            "and no guidance scale, because the model was trained without one. A run that was stopped by a "
+            "crash goes on "
+            "where it stood when the same job is queued again.",
+            search_aliases=["minimax h3 sampler", "ksampler"],
+            inputs=[
+                H3Model.Input("model", tooltip=f"The model of {LOADER}. ComfyUI's own MODEL does not fit here."),
+                io.Conditioning.Input("positive", tooltip="The prompt with its frames, guides or references."),
+                io.Latent.Input(
+                    "latent",
+                    tooltip="H3 Empty Latent, an encoded clip with its masks, or any empty latent: that one is "
+                    "replaced by "
+                    "an H3 latent of its pixel size.",
+                ),
+                io.Int.Input(
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=True,
+                    tooltip="Chooses the noise: the same seed gives the same clip.",
+                ),
+                io.Int.Input(
+                    "steps",
+                    default=49,
+                    min=1,
+                    max=1000,
+                    tooltip="Calls of the model. 49 is the release's schedule; few-step LoRAs say theirs.",
+                ),
+                io.Float.Input(
+                    "denoise",
+                    default=1.0,
+                    min=0.01,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="1 starts from pure noise. Less starts from the clip in the latent and changes it less.",
+                ),
+                io.Int.Input(
+                    "start_step",
+                    default=0,
+                    min=0,
+                    max=1000,
+                    tooltip="The step to begin with: 0, or where a saved state stopped.",
+                ),
+                io.Int.Input(
+                    "stop_step",
+                    default=0,
+                    min=0,
+                    max=1000,
+                    tooltip="The step to stop before, to save the state and go on later; 0: to the end.",
+                ),
+                io.Float.Input(
+                    "video_shift",
+                    default=12.0,
+                    min=0.01,
+                    max=100.0,
+                    step=0.01,
+                    tooltip="Shift of the picture's schedule; 12 is what the model was trained with.",
+                ),
+                io.Float.Input(
+                    "audio_shift",
+                    default=3.0,
+                    min=0.01,
+                    max=100.0,
+                    step=0.01,
+                    tooltip="Shift of the sound's schedule; 3 is what the model was trained with.",
+                ),
+                io.Int.Input(
+                    "frames",
+                    default=124,
+                    min=5,
+                    max=3600,
+                    tooltip="Length for an empty latent of a picture model, which has none; otherwise not used.",
+                ),
+                io.Boolean.Input(
+                    "resume",
+                    default=True,
+                    tooltip="Keep the state of every step on disk, and go on from it when the same job is "
+                    "queued again.",
+                ),
+            ],
+            outputs=[
+                io.Latent.Output(display_name="latent"),
+                io.String.Output(
+                    "report", display_name="report", tooltip="Label, notes and times of the run, as text."
+                ),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, input_types):
+        wanted = {"model": "H3_MODEL", "positive": "CONDITIONING", "latent": "LATENT"}
+        return wrong_type(input_types, wanted, {"model": host_model_refused()})
+
+    @classmethod
+    @host.runtime_mode
+    def execute(cls, model, positive, latent, **options):
+        from ..h3_runtime import RecoveryFolder, Watcher, run_job
+
+        require_model(model)
+        settings = Settings(
+            seed=options.get("seed", 0),
+            steps=options.get("steps", 49),
+            denoise=options.get("denoise", 1.0),
+            start=options.get("start_step", 0),
+            stop=options.get("stop_step", 0),
+            video_shift=options.get("video_shift", 12.0),
+            audio_shift=options.get("audio_shift", 3.0),
+            frames=options.get("frames", 124),
+        )
+        made = make_job(positive, latent, settings, model.models.cast_to)
+        model.check(made.job)
+        host.show_text(cls, "loading the model")
+        dit = load_part(model, made.job.task)
+        watcher = RunWatcher(cls, made.job.schedule.num_forwards, dit.config.layers)
+        result = run_job(
+            model,
+            made.job,
+            made.request,
+            made.origin,
+            Watcher(watcher.progress, watcher.poll, watcher.watch),
+            RecoveryFolder() if options.get("resume", True) else None,
+        )
+        carried = made.latent.carried
+        given = give_latent(
+            result.latent,
+            result=result,
+            finished=result.finished,
+            stop=made.job.schedule.stop,
+            source=None if result.finished else made.job.source,
+            overlap=None if carried is None else carried.overlap,
+        )
+        notes = [*result.notes, times(result)]
+        title = result.fidelity.title
+        report = "\n".join([title, *notes])
+        ui = {"h3_fidelity": [result.fidelity.to_dict()]}
+        return cls.report(notes, given, report, label=title, ui=ui)
+
+
+class RunWatcher:
+    """What the host sees of a run: steps on the bar with a preview, the time left, and its Cancel within a block."""
+
+    def __init__(self, node, forwards: int, blocks: int):
+        self.forwards, self.blocks = forwards, max(1, blocks)
+        self.done = self.block = 0
+        self.teller = host.Teller(node, self.forwards, "sampling")
+        self.preview = host.Preview()
+
+    def poll(self) -> None:
+        host.poll()
+        at = self.done + self.block / self.blocks
+        self.block = min(self.block + 1, self.blocks)
+        words = f"step {self.done + 1} of {self.forwards}, block {self.block} of {self.blocks}"
+        self.teller.tick(at, self.forwards, words)
+
+    def progress(self, done: int, total: int, seconds: float) -> None:
+        self.done, self.block = done, 0
+
+    def watch(self, denoised) -> None:
+        self.teller.steps(self.done, self.forwards, self.preview.picture(denoised))
+
+
+def times(result) -> str:
+    """One sentence about how long a run took."""
+    steps, total = result.step_seconds, result.seconds["denoise"]
+    if not steps:
+        return "nothing had to be computed"
+    each = sum(steps) / len(steps)
+    return f"{len(steps)} steps in {host.clock(total)} ({each:.2f} s each), {result.stats['rows']} rows"
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------
+
+
+def taken_for_decoding(latent: dict):
+    """(TakenLatent with a clip, sentences about it, whether it is sound). H3Error for an empty one."""
+    from ..h3_runtime import H3Error, judge_latent
+
+    taken = take_latent({**latent, "noise_mask": None})
+    if taken.clip is None:
+        raise H3Error("the latent is empty (all zeros): it was never rendered; connect the sampler's")
+    wrong = judge_latent(taken.clip)
+    if taken.carried is not None and not taken.carried.finished:
+        wrong.append(f"the run was stopped after step {taken.carried.stop}: what is decoded is still noisy")
+    notes = [f"WARNING: {sentence}" for sentence in wrong] + list(taken.notes)
+    return taken, notes, not wrong
+
+
+def label_of(taken, parts) -> str | None:
+    """The label of the render that a latent carries, with the VAEs that decode it; None when it carries none."""
+    from ..h3_runtime import with_parts
+
+    if taken.carried is None:
+        return None
+    if taken.carried.result is not None:
+        return with_parts(taken.carried.result, parts).fidelity.title
+    return None if taken.carried.fidelity is None else taken.carried.fidelity.title
+
+
+class DecodeVideo(Node):
+    """Latent to frames."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="H3RuntimeDecodeVideo",
+            display_name="H3 Decode Video",
+            category=FOLDER,
+            description="Decodes the picture of a latent to frames, chunk by chunk in the reference's 256 px "
+            "tiles. All "
+            "frames are held in memory; H3 Decode and Save Video does without.",
+            search_aliases=["minimax h3 vae decode"],
+            inputs=[
+                io.Latent.Input("latent", tooltip="The sampler's latent."),
+                io.Vae.Input("video_vae", tooltip="The video VAE."),
+            ],
+            outputs=[
+                io.Image.Output("images", display_name="images"),
+                io.String.Output("report", display_name="report", tooltip="Label and notes, as text."),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    @host.runtime_mode
+    def execute(cls, latent, video_vae):
+        taken, notes, sound = taken_for_decoding(latent)
+        part = part_of(video_vae, "video_vae")
+        if isinstance(part, PictureAsVae):
+            teller = host.Teller(cls, 1, "decoding the picture")
+            frames = part.frames(taken.clip.video, teller.steps)
+        else:
+            frames = video_vae.decode(taken.clip.video)[0]
+        label = label_of(taken, [part])
+        report = "\n".join(([label] if label else []) + notes)
+        return cls.report(notes, frames, report, label=label, sound=sound)
+
+
+class DecodeSound(Node):
+    """Latent to sound."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="H3RuntimeDecodeSound",
+            display_name="H3 Decode Sound",
+            category=FOLDER,
+            description="Decodes the sound of a latent, cut to the picture's length: frames / 24 seconds at 32 kHz.",
+            search_aliases=["vae decode audio"],
+            inputs=[
+                io.Latent.Input("latent", tooltip="The sampler's latent."),
+                io.Vae.Input("audio_vae", tooltip="The audio VAE."),
+            ],
+            outputs=[io.Audio.Output("audio", display_name="audio")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    @host.runtime_mode
+    def execute(cls, latent, audio_vae):
+        from ..h3_runtime import decode_audio, fit_audio
+
+        taken, notes, sound = taken_for_decoding(latent)
+        part = part_of(audio_vae, "audio_vae")
+        if isinstance(part, SoundAsVae):
+            wave, note = decode_audio(part.load(), taken.clip, taken.canvas)
+        else:
+            decoded = audio_vae.decode(taken.clip.audio).movedim(-1, 1)[0].float().cpu()
+            wave, note = fit_audio(decoded, taken.canvas.audio_samples)
+        return cls.report([*notes, *([note] if note else [])], give_audio(wave), sound=sound)
+
+
+NODES = [Sampler, DecodeVideo, DecodeSound]

@@ -1,0 +1,121 @@
+"""Sockets: the host's types, ours where it has none, and the shapes that travel on them.
+
+MODEL's place      H3_MODEL: a Part of the runtime (graph.py); the host's own MODEL is refused by name
+CLIP, VAE          the host's types; our objects answer its calls (stand_ins.py)
+LATENT             {"samples": NestedTensor(video, audio)}; what we know of it rides under the key ``h3_runtime``
+everything else    the host's types as they are
+"""
+
+from __future__ import annotations
+
+import torch
+from comfy_api.latest import io
+from torch import Tensor
+
+from . import host
+
+CATEGORY = "H3 Runtime"
+LOADER = "H3 Load Model"
+
+H3Model = io.Custom("H3_MODEL")
+
+__all__ = ["CATEGORY", "LOADER", "H3Model", "Node", "Pair", "io", "make_pair", "streams_of", "video_of_file"]
+
+
+class Node(io.ComfyNode):
+    """A node of ours: what every one of them does the same way."""
+
+    @classmethod
+    def report(cls, notes, *outputs, ui: dict | None = None, label: str | None = None, sound: bool = True):
+        """The node's outputs, with ``notes`` shown on it as text and handed to the page (``h3_notes``, ``h3_label``).
+
+        ``sound`` False: something is wrong with the result though it is there; the page shows it so.
+        """
+        notes = [note for note in dict.fromkeys(notes) if note]
+        shown = {"h3_notes": notes, "h3_sound": [sound], **(ui or {})}
+        if label is not None:
+            shown["h3_label"] = [label]
+        lines = ([label] if label else []) + notes
+        if lines:
+            host.show_text(cls, "\n".join(lines))
+        for note in notes:
+            host.log.info("H3 %s: %s", cls.__name__.removesuffix("Clone"), note)
+        return io.NodeOutput(*outputs, ui=shown)
+
+
+def wrong_type(input_types: dict[str, str], wanted: dict[str, str], cures: dict[str, str]) -> bool | str:
+    """For ``validate_inputs(input_types)``, which takes the host's type check over: True, or one sentence.
+
+    ``wanted`` is id -> type for every input that can be linked; ``cures`` the sentences for some.
+    """
+    for name, given in input_types.items():
+        expected = wanted.get(name.split(".")[0])
+        if expected is None or given in ("*", expected) or set(given.split(",")) & set(expected.split(",")):
+            continue
+        return cures.get(name, f"the input {name} takes {expected}, and {given} was connected")
+    return True
+
+
+class Pair:
+    """Two tensors in one, for hosts whose NestedTensor cannot hold them: the same few calls."""
+
+    is_nested = True
+
+    def __init__(self, tensors):
+        self.tensors = list(tensors)
+
+    def unbind(self) -> list[Tensor]:
+        return self.tensors
+
+    def to(self, *args, **options) -> Pair:
+        return Pair([tensor.to(*args, **options) for tensor in self.tensors])
+
+    @property
+    def shape(self):
+        return self.tensors[0].shape
+
+    @property
+    def device(self):
+        return self.tensors[0].device
+
+    @property
+    def dtype(self):
+        return self.tensors[0].dtype
+
+
+def make_pair(video: Tensor, audio: Tensor):
+    """The host's NestedTensor of both streams."""
+    try:
+        from comfy.nested_tensor import NestedTensor
+
+        made = NestedTensor((video, audio))
+        if len(made.unbind()) == 2:
+            return made
+    except (ImportError, TypeError, AttributeError):
+        pass
+    return Pair((video, audio))
+
+
+def streams_of(value) -> list[Tensor]:
+    """The tensors of a nested or plain one; each as a tensor of its own outside the host's inference mode."""
+    tensors = value.unbind() if getattr(value, "is_nested", False) and not isinstance(value, Tensor) else [value]
+    return [tensor.detach().to("cpu", copy=True) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
+
+
+def video_of_file(path):
+    """A VIDEO of a finished file; the path itself where the host has no such type."""
+    try:
+        from comfy_api.latest import InputImpl
+
+        return InputImpl.VideoFromFile(str(path))
+    except (ImportError, AttributeError):
+        return str(path)
+
+
+def intermediate(tensor: Tensor) -> Tensor:
+    """Where the host keeps what travels between nodes."""
+    return tensor.to(host.management.intermediate_device())
+
+
+def plain_tensor(value) -> bool:
+    return isinstance(value, torch.Tensor)
