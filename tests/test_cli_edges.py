@@ -339,3 +339,9 @@ def test_a_nan_in_a_word_that_the_prompt_lacks_is_found(render, model, tmp_path)
     tensors["model.embed_tokens.weight"][7, 3] = float("nan")
     save_file(tensors, file, metadata)
     refused(render(folder=folder), "embed_tokens.weight holds NaN or infinity")
+
+
+def test_a_demo_where_nothing_can_be_made(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["demo", "--out", str(tmp_path / "file" / "demo")]) == 2
+    assert "cannot be made" in capsys.readouterr().out

@@ -21,10 +21,11 @@ from ..media import write_image
 from ..model import Models
 from ..render import render_request
 from ..request import GuideRequest, Media, RenderRequest
-from ..save import save_clip
+from ..save import check_output, save_clip
 from ..schedule import check_forwards
 from .maker import make_model
 
+CLIPS = ("1_text_to_video", "2_guided")
 SIZE = (192, 128)
 FRAMES = 39
 MIDDLE = 19
@@ -36,13 +37,19 @@ def demo(out: Path, num_forwards: int, say: Callable[[str], None], progress: Cal
     check_forwards(num_forwards)
     if out.exists() and not out.is_dir():
         raise H3Error(f"--out {out} is a file: give a folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise H3Error(f"--out {out} cannot be made ({error.strerror}): choose another folder") from None
+    for name in CLIPS:
+        check_output(out / f"{name}.mp4")
     began = time.perf_counter()
     model = make_model(out / "model")
     say(f"made a small model of the release's architecture with seeded random weights in {model}")
     say("its pictures are blotches of colour by design: it shows that every part runs and repeats bit for bit")
     models = Models(find_parts(model), torch.float32, "cpu", keep=True)
     results = []
-    for name, request in (("1_text_to_video", text_to_video(num_forwards)), ("2_guided", guided(out, num_forwards))):
+    for name, request in zip(CLIPS, (text_to_video(num_forwards), guided(out, num_forwards))):
         say(f"{name}: {request.prompt}")
         result = render_request(request, models, progress)
         saved = save_clip(result, models, out / f"{name}.mp4", progress=progress)
