@@ -243,7 +243,6 @@ RENDER_INPUTS = (
 
 
 def run_render(arguments, say: _Say) -> tuple[Results, int]:
-
     from . import manifest as manifests
     from .recovery import RecoveryFolder
     from .render import render_request
@@ -272,7 +271,11 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
     keep_inputs(out, [medium.path for medium in request.media.values()] + ([arguments.manifest] if old else []))
     models = _models(arguments, request.dtype, loading_of(arguments, request))
     recovery = None if arguments.no_recovery else RecoveryFolder(arguments.recovery)
-    result = render_request(request, models, say.progress, recovery=recovery, resume=arguments.resume)
+    try:
+        result = render_request(request, models, say.progress, recovery=recovery, resume=arguments.resume)
+    except KeyboardInterrupt:
+        cure = "" if recovery is None else "; the same command with --resume goes on after the last forward"
+        raise KeyboardInterrupt(f"stopped: nothing half-written was left{cure}") from None
     saved = save_clip(result, models, out, not arguments.no_metadata, arguments.keep_latent, progress=say.progress)
     for note in saved.notes:
         say(f"note: {note}")

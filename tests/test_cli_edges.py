@@ -345,3 +345,15 @@ def test_a_demo_where_nothing_can_be_made(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     assert cli.main(["demo", "--out", str(tmp_path / "file" / "demo")]) == 2
     assert "cannot be made" in capsys.readouterr().out
+
+
+def test_an_interrupted_render_says_how_to_go_on(capsys, model, tmp_path, monkeypatch):
+    def stopped(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("h3_runtime.render.place", stopped)
+    command = ["render", "--model", str(model), "--prompt", "", "--out", str(tmp_path / "o.mp4")]
+    assert cli.main(command) == 130
+    assert "with --resume goes on" in capsys.readouterr().out
+    assert cli.main([*command, "--no-recovery"]) == 130
+    assert capsys.readouterr().out == "stopped: nothing half-written was left\n"
