@@ -28,7 +28,7 @@ from .fidelity import Fidelity, compose
 from .guides import place
 from .job import RenderJob, TextCondition
 from .lora import Lora
-from .model import Models
+from .model import Loading, Models
 from .pressure import sample_under_pressure
 from .recovery import RecoveryFolder
 from .render import RenderResult, condition_text, encode, label, run_fingerprint
@@ -79,11 +79,13 @@ class Part:
         layout: str | None = None,
         vocabulary: str | Path | None = None,
         embedding_folders: Sequence[str | Path] = (),
+        loading: Loading | None = None,
     ) -> Part:
         """Choose the file or folder at ``path``. CheckpointError when it is not a usable ``kind``; no weights are read.
 
         ``precision``: one of PRECISIONS (VAEs are float32 whatever it says). ``vocabulary``: folder of vocab.json and
         merges.txt, for a text encoder that has none beside it; ``embedding_folders``: where prompts find embeddings.
+        ``loading``: how a DiT's weights are brought in.
         """
         assert kind in KINDS, kind
         if precision not in PRECISIONS:
@@ -101,7 +103,13 @@ class Part:
         named = {other: path if kind == other else None for other in KINDS[1:]}
         parts = PartPaths(dits=dits, tokenizer=tokenizer, **named)
         models = Models(
-            parts, PRECISIONS[precision], device, layout, keep=True, embedding_folders=tuple(embedding_folders)
+            parts,
+            PRECISIONS[precision],
+            device,
+            layout,
+            keep=True,
+            embedding_folders=tuple(embedding_folders),
+            loading=loading,
         )
         part = Part(kind, models, path, partition)
         part.size = sum(file.stat().st_size for file in source.files)

@@ -44,7 +44,7 @@ def prompt_input():
 
 
 def recipe_input():
-    return io.Combo.Input("recipe", options=RECIPES, default="reference", tooltip=RECIPE_TOOLTIP)
+    return io.Combo.Input("recipe", optional=True, options=RECIPES, default="reference", tooltip=RECIPE_TOOLTIP)
 
 
 def encode_request(request, clip, saved, video_vae=None, audio_vae=None):
@@ -224,12 +224,14 @@ class AddGuide(Node):
                 io.Latent.Input("latent", tooltip="The latent that will be rendered: its size and length are used."),
                 io.Combo.Input(
                     "at",
+                    optional=True,
                     options=PLACES,
                     default="frame",
                     tooltip="Whether the guide is placed by its frame or by its time.",
                 ),
                 io.Int.Input(
                     "frame",
+                    optional=True,
                     default=0,
                     min=-9999,
                     max=9999,
@@ -238,6 +240,7 @@ class AddGuide(Node):
                 ),
                 io.Float.Input(
                     "seconds",
+                    optional=True,
                     default=0.0,
                     min=0.0,
                     max=600.0,
@@ -246,6 +249,7 @@ class AddGuide(Node):
                 ),
                 io.Float.Input(
                     "strength",
+                    optional=True,
                     default=1.0,
                     min=0.01,
                     max=1.0,
@@ -268,6 +272,7 @@ class AddGuide(Node):
                 ),
                 io.Float.Input(
                     "fps",
+                    optional=True,
                     default=24.0,
                     min=1.0,
                     max=240.0,
@@ -341,6 +346,7 @@ class SaveEmbeddings(Node):
                 io.Conditioning.Input("positive", tooltip="A prompt encoded by our text encoder."),
                 io.String.Input(
                     "filename_prefix",
+                    optional=True,
                     default="h3/prompt",
                     tooltip="Name below the output folder; a number is added.",
                 ),

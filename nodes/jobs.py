@@ -39,7 +39,7 @@ class GraphJob:
     latent: TakenLatent
 
 
-def make_job(positive: list, latent: dict, settings: Settings, dtype: str | None) -> GraphJob:
+def make_job(positive: list, latent: dict, settings: Settings, model) -> GraphJob:
     """Check and translate everything. H3Error for what cannot be rendered; no weights are touched."""
     from ..h3_runtime import Origin, RenderJob
 
@@ -47,7 +47,7 @@ def make_job(positive: list, latent: dict, settings: Settings, dtype: str | None
     condition = take_condition(positive, taken.canvas)
     notes = [*taken.canvas.notes, *taken.notes, *condition.notes, *condition.text.notes]
     source, state = _source_and_state(taken, settings, notes)
-    request = _request(condition, taken, settings, dtype, source, state)
+    request = _request(condition, taken, settings, model, (source, state))
     job = RenderJob(
         canvas=taken.canvas,
         text=condition.text,
@@ -120,9 +120,9 @@ def _check_sigma(carried, settings: Settings) -> None:
         )
 
 
-def _request(condition: TakenCondition, taken: TakenLatent, settings: Settings, dtype, source, state):
+def _request(condition: TakenCondition, taken: TakenLatent, settings: Settings, model, clips: tuple):
     """What was asked for, as the manifest tells it: media by name and hash."""
-    from ..h3_runtime import GuideRequest, PastMedia, RenderRequest
+    from ..h3_runtime import GuideRequest, LoraRequest, Media, PastMedia, RenderRequest
 
     canvas, named = taken.canvas, {}
     middle = []
@@ -132,7 +132,7 @@ def _request(condition: TakenCondition, taken: TakenLatent, settings: Settings, 
             named[end] = mark.media
         else:
             middle.append(GuideRequest(mark.media, frame=guide.frame_index, strength=guide.strength))
-    for name, clip in (("source", source), ("state", state)):
+    for name, clip in zip(("source", "state"), clips):
         if clip is not None:
             named[name] = PastMedia(name=f"{name} latent", digest=_hash(clip.video, clip.audio))
     if taken.masks is not None:
@@ -153,7 +153,9 @@ def _request(condition: TakenCondition, taken: TakenLatent, settings: Settings, 
         denoise=settings.denoise,
         video_shift=settings.video_shift,
         audio_shift=settings.audio_shift,
-        dtype=dtype,
+        dtype=model.models.cast_to,
+        loras=tuple(LoraRequest(Media(str(lora.path)), lora.strength) for lora in model.loras),
+        quantise=model.models.loading.quantise,
         recipe=condition.recipe,
         **named,
     )

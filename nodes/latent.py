@@ -53,6 +53,7 @@ class EmptyLatent(Node):
             inputs=[
                 io.Float.Input(
                     "seconds",
+                    optional=True,
                     default=5.167,
                     min=0.04,
                     max=150.0,
@@ -62,12 +63,14 @@ class EmptyLatent(Node):
                 ),
                 io.Combo.Input(
                     "ratio",
+                    optional=True,
                     options=RATIOS,
                     default="16:9",
                     tooltip="Width to height. With megapixels 0 the size is the one the model was trained on.",
                 ),
                 io.Float.Input(
                     "megapixels",
+                    optional=True,
                     default=0.0,
                     min=0.0,
                     max=64.0,
@@ -76,6 +79,7 @@ class EmptyLatent(Node):
                 ),
                 io.Int.Input(
                     "width",
+                    optional=True,
                     default=0,
                     min=0,
                     max=8192,
@@ -84,6 +88,7 @@ class EmptyLatent(Node):
                 ),
                 io.Int.Input(
                     "height",
+                    optional=True,
                     default=0,
                     min=0,
                     max=8192,
@@ -92,6 +97,7 @@ class EmptyLatent(Node):
                 ),
                 io.Int.Input(
                     "frames",
+                    optional=True,
                     default=0,
                     min=0,
                     max=3600,
@@ -152,6 +158,7 @@ class EncodeClip(Node):
                 ),
                 io.Float.Input(
                     "fps",
+                    optional=True,
                     default=24.0,
                     min=1.0,
                     max=240.0,
@@ -205,7 +212,10 @@ class SaveLatent(Node):
             inputs=[
                 io.Latent.Input("latent", tooltip="The latent to keep."),
                 io.String.Input(
-                    "filename_prefix", default="h3/latent", tooltip="Name below the output folder; a number is added."
+                    "filename_prefix",
+                    optional=True,
+                    default="h3/latent",
+                    tooltip="Name below the output folder; a number is added.",
                 ),
             ],
             outputs=[io.Latent.Output(display_name="latent", tooltip="The latent, unchanged.")],

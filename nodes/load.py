@@ -28,6 +28,8 @@ FOLDERS = {
 }
 PRECISIONS = ["as stored", "float32", "bfloat16"]
 LAYOUTS = ["detect", "official", "diffusers", "comfyui"]
+QUANTISE = ["no", "int8_convrot", "int8", "fp8"]
+PLACES = ["auto", "resident", "ram", "disk"]
 PICK = "The small carried model needs no download: it shows that every part runs, its pictures are blotches of colour."
 
 
@@ -70,7 +72,7 @@ def check_choice(kind: str, name: str | None) -> bool | str:
     return host.missing_file(FOLDERS[kind][0], name)
 
 
-def open_part(kind: str, name: str, precision: str = "as stored", layout: str = "detect"):
+def open_part(kind: str, name: str, precision: str = "as stored", layout: str = "detect", loading=None):
     """(Part on the device that suits it, sentences)."""
     from ..h3_runtime import H3Error, Part
 
@@ -87,6 +89,7 @@ def open_part(kind: str, name: str, precision: str = "as stored", layout: str = 
         layout=None if layout == "detect" else layout,
         vocabulary=host.vocabulary_folder() if kind == "text_encoder" else None,
         embedding_folders=host.embedding_folders() if kind == "text_encoder" else (),
+        loading=loading,
     )
     device, note = host.fitting_device(part.size)
     part.place(device)
@@ -117,6 +120,7 @@ class LoadModel(Node):
                 io.Combo.Input("model", options=choices("dit"), tooltip=f"A file in models/diffusion_models. {PICK}"),
                 io.Combo.Input(
                     "precision",
+                    optional=True,
                     options=PRECISIONS,
                     default="as stored",
                     tooltip="as stored: the number type of the file, the exact baseline. float32: weights cast "
@@ -125,9 +129,26 @@ class LoadModel(Node):
                 ),
                 io.Combo.Input(
                     "layout",
+                    optional=True,
                     options=LAYOUTS,
                     default="detect",
                     tooltip="Only for a file whose layout cannot be told from its tensors; detect otherwise.",
+                ),
+                io.Combo.Input(
+                    "quantise",
+                    optional=True,
+                    options=QUANTISE,
+                    default="no",
+                    tooltip="Quantise the weights while they are loaded: less memory, another result (labelled).",
+                ),
+                io.Combo.Input(
+                    "place",
+                    optional=True,
+                    options=PLACES,
+                    default="auto",
+                    tooltip="Where the blocks live: resident on the card, or streamed to it from RAM or disk. "
+                    "The result is "
+                    "the same to the bit; auto takes the fastest that fits.",
                 ),
             ],
             outputs=[H3Model.Output(display_name="model")],
@@ -144,8 +165,13 @@ class LoadModel(Node):
 
     @classmethod
     @host.runtime_mode
-    def execute(cls, model, precision="as stored", layout="detect"):
-        part, notes = open_part("dit", model, precision, layout)
+    def execute(cls, model, precision="as stored", layout="detect", quantise="no", place="auto"):
+        from ..h3_runtime import Loading, Placement
+
+        rung = "resident" if place == "auto" else place
+        placement = Placement(rung, adaln="resident" if rung == "resident" else rung)
+        loading = Loading(quantise=None if quantise == "no" else quantise, placement=placement)
+        part, notes = open_part("dit", model, precision, layout, loading)
         partition = {
             "fl2va": "FL2VA weights (text, first and last frame, guides)",
             "ref2va": "Ref2VA weights (references)",
@@ -173,6 +199,7 @@ class LoadTextEncoder(Node):
                 ),
                 io.Combo.Input(
                     "precision",
+                    optional=True,
                     options=PRECISIONS,
                     default="as stored",
                     tooltip="as stored: the number type of the file, the exact baseline. float32: weights cast up.",
@@ -267,6 +294,7 @@ class LoadLora(Node):
                 ),
                 io.Float.Input(
                     "strength",
+                    optional=True,
                     default=1.0,
                     min=-10.0,
                     max=10.0,

@@ -38,6 +38,7 @@ class NoiseMasks(Node):
                 io.Latent.Input("latent", tooltip="The encoded clip (H3 Encode Video and Sound)."),
                 io.Combo.Input(
                     "picture",
+                    optional=True,
                     options=PICTURE_MODES,
                     default="mask",
                     tooltip="mask: by the connected mask. keep: nothing of the picture is made anew. all: "
@@ -45,6 +46,7 @@ class NoiseMasks(Node):
                 ),
                 io.Combo.Input(
                     "sound",
+                    optional=True,
                     options=SOUND_MODES,
                     default="keep",
                     tooltip="keep: the sound stays as it is. all: all of it is made anew. ranges, curve: by the "
@@ -52,12 +54,14 @@ class NoiseMasks(Node):
                 ),
                 io.String.Input(
                     "sound_text",
+                    optional=True,
                     default="1-2",
                     tooltip="ranges: seconds that are made anew, e.g. 1-2.5,3-4. curve: second=value points, e.g. "
                     "0=0,1=1,2=0.5.",
                 ),
                 io.Float.Input(
                     "sound_feather",
+                    optional=True,
                     default=0.0,
                     min=0.0,
                     max=10.0,
@@ -149,10 +153,17 @@ class ExtendClip(Node):
                     "latent", tooltip="A finished clip: from the sampler, a file, or H3 Encode Video and Sound."
                 ),
                 io.Float.Input(
-                    "seconds", default=4.25, min=0.04, max=150.0, step=0.001, tooltip="How much longer it shall become."
+                    "seconds",
+                    optional=True,
+                    default=4.25,
+                    min=0.04,
+                    max=150.0,
+                    step=0.001,
+                    tooltip="How much longer it shall become.",
                 ),
                 io.Float.Input(
                     "overlap",
+                    optional=True,
                     default=0.917,
                     min=0.04,
                     max=150.0,
@@ -205,6 +216,7 @@ class JoinClips(Node):
                 io.Latent.Input("second", tooltip="The sampled clip that H3 Extend Clip began."),
                 io.Int.Input(
                     "overlap",
+                    optional=True,
                     default=-1,
                     min=-1,
                     max=100000,

@@ -110,13 +110,26 @@ class SampleMedia(Node):
             search_aliases=["test image", "example video", "placeholder"],
             inputs=[
                 io.Int.Input(
-                    "width", default=192, min=32, max=4096, step=32, tooltip="Width in pixels, a multiple of 32."
+                    "width",
+                    optional=True,
+                    default=192,
+                    min=32,
+                    max=4096,
+                    step=32,
+                    tooltip="Width in pixels, a multiple of 32.",
                 ),
                 io.Int.Input(
-                    "height", default=128, min=32, max=4096, step=32, tooltip="Height in pixels, a multiple of 32."
+                    "height",
+                    optional=True,
+                    default=128,
+                    min=32,
+                    max=4096,
+                    step=32,
+                    tooltip="Height in pixels, a multiple of 32.",
                 ),
                 io.Int.Input(
                     "frames",
+                    optional=True,
                     default=39,
                     min=5,
                     max=3600,

@@ -77,6 +77,7 @@ class References(Node):
                 ),
                 io.Boolean.Input(
                     "soundtracks",
+                    optional=True,
                     default=True,
                     tooltip="Whether a connected video's own sound is a reference too.",
                 ),

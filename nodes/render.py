@@ -17,6 +17,63 @@ from .stand_ins import PictureAsVae, SoundAsVae, load_part, part_of
 FOLDER = f"{CATEGORY}/render"
 
 
+def schedule_inputs() -> list:
+    """The sampler's widgets about steps."""
+    return [
+        io.Int.Input(
+            "steps",
+            optional=True,
+            default=49,
+            min=1,
+            max=1000,
+            tooltip="Calls of the model. 49 is the release's schedule; few-step LoRAs say theirs.",
+        ),
+        io.Float.Input(
+            "denoise",
+            optional=True,
+            default=1.0,
+            min=0.01,
+            max=1.0,
+            step=0.01,
+            tooltip="1 starts from pure noise. Less starts from the clip in the latent and changes it less.",
+        ),
+        io.Int.Input(
+            "start_step",
+            optional=True,
+            default=0,
+            min=0,
+            max=1000,
+            tooltip="The step to begin with: 0, or where a saved state stopped.",
+        ),
+        io.Int.Input(
+            "stop_step",
+            optional=True,
+            default=0,
+            min=0,
+            max=1000,
+            tooltip="The step to stop before, to save the state and go on later; 0: to the end.",
+        ),
+        io.Float.Input(
+            "video_shift",
+            optional=True,
+            default=12.0,
+            min=0.01,
+            max=100.0,
+            step=0.01,
+            tooltip="Shift of the picture's schedule; 12 is what the model was trained with.",
+        ),
+        io.Float.Input(
+            "audio_shift",
+            optional=True,
+            default=3.0,
+            min=0.01,
+            max=100.0,
+            step=0.01,
+            tooltip="Shift of the sound's schedule; 3 is what the model was trained with.",
+        ),
+    ]
+
+
 class Sampler(Node):
     """Render."""
 
@@ -43,59 +100,17 @@ class Sampler(Node):
                 ),
                 io.Int.Input(
                     "seed",
+                    optional=True,
                     default=0,
                     min=0,
                     max=0xFFFFFFFFFFFFFFFF,
                     control_after_generate=True,
                     tooltip="Chooses the noise: the same seed gives the same clip.",
                 ),
-                io.Int.Input(
-                    "steps",
-                    default=49,
-                    min=1,
-                    max=1000,
-                    tooltip="Calls of the model. 49 is the release's schedule; few-step LoRAs say theirs.",
-                ),
-                io.Float.Input(
-                    "denoise",
-                    default=1.0,
-                    min=0.01,
-                    max=1.0,
-                    step=0.01,
-                    tooltip="1 starts from pure noise. Less starts from the clip in the latent and changes it less.",
-                ),
-                io.Int.Input(
-                    "start_step",
-                    default=0,
-                    min=0,
-                    max=1000,
-                    tooltip="The step to begin with: 0, or where a saved state stopped.",
-                ),
-                io.Int.Input(
-                    "stop_step",
-                    default=0,
-                    min=0,
-                    max=1000,
-                    tooltip="The step to stop before, to save the state and go on later; 0: to the end.",
-                ),
-                io.Float.Input(
-                    "video_shift",
-                    default=12.0,
-                    min=0.01,
-                    max=100.0,
-                    step=0.01,
-                    tooltip="Shift of the picture's schedule; 12 is what the model was trained with.",
-                ),
-                io.Float.Input(
-                    "audio_shift",
-                    default=3.0,
-                    min=0.01,
-                    max=100.0,
-                    step=0.01,
-                    tooltip="Shift of the sound's schedule; 3 is what the model was trained with.",
-                ),
+                *schedule_inputs(),
                 io.Int.Input(
                     "frames",
+                    optional=True,
                     default=124,
                     min=5,
                     max=3600,
@@ -103,6 +118,7 @@ class Sampler(Node):
                 ),
                 io.Boolean.Input(
                     "resume",
+                    optional=True,
                     default=True,
                     tooltip="Keep the state of every step on disk, and go on from it when the same job is "
                     "queued again.",
@@ -138,7 +154,7 @@ class Sampler(Node):
             audio_shift=options.get("audio_shift", 3.0),
             frames=options.get("frames", 124),
         )
-        made = make_job(positive, latent, settings, model.models.cast_to)
+        made = make_job(positive, latent, settings, model)
         model.check(made.job)
         host.show_text(cls, "loading the model")
         dit = load_part(model, made.job.task)

@@ -25,12 +25,13 @@ PREFIX_TOOLTIP = (
 
 
 def prefix_input():
-    return io.String.Input("filename_prefix", default="h3/clip", tooltip=PREFIX_TOOLTIP)
+    return io.String.Input("filename_prefix", optional=True, default="h3/clip", tooltip=PREFIX_TOOLTIP)
 
 
 def crf_input():
     return io.Int.Input(
         "crf",
+        optional=True,
         default=16,
         min=0,
         max=51,
@@ -41,6 +42,7 @@ def crf_input():
 def lossless_input():
     return io.Boolean.Input(
         "lossless",
+        optional=True,
         default=False,
         tooltip="Keep every pixel and sample value, for comparing clips; few players show such a file.",
     )
@@ -102,6 +104,7 @@ class SaveVideo(Node):
                 lossless_input(),
                 io.Float.Input(
                     "fps",
+                    optional=True,
                     default=24.0,
                     min=1.0,
                     max=240.0,
