@@ -246,6 +246,8 @@ CHANGES = {
         f"{FC1}.weight_scale [7, 1], needed [] or [1]",
     ),
     "NaN scale": ("int8", lambda g: g[f"{FC1}.weight_scale"].fill_(torch.nan), "holds NaN or infinity"),
+    "NaN weight": ("fp8", lambda g: g[f"{FC1}.weight"].view(torch.uint8)[3].fill_(0xFF), "holds NaN or infinity"),
+    "NaN block scale": ("mxfp8", lambda g: g[f"{FC1}.weight_scale"].view(torch.uint8).fill_(0xFF), "holds NaN"),
     "no marker": ("int8", lambda g: g.pop(f"{FC1}.comfy_quant"), f"{FC1}.weight is stored as I8"),
     "no weight": (
         "int8",
@@ -320,6 +322,14 @@ def test_several_faults_are_all_named(tmp_path):
     given["blocks.0.mlp.fc2.extra"] = torch.ones(1)
     faults = (f"missing {FC1}.weight_scale", "missing blocks.1.norm1.weight", "fc2.weight_scale [3, 1]", "fc2.extra")
     assert_refused(load_dit, saved(tmp_path, given), *faults)
+
+
+def test_layers_of_zeros_are_noted(tmp_path):
+    given = quantised("int8_convrot")
+    given[f"{FC1}.weight"].zero_()
+    _, info = load_dit(saved(tmp_path, given))
+    assert f"all zeros: {FC1}.weight" in info.notes
+    assert not any("all zeros" in note for note in load_dit(saved(tmp_path, tensors(), "b.safetensors"))[1].notes)
 
 
 def test_damaged_header_markers_are_refused(tmp_path):

@@ -136,7 +136,7 @@ class Checkpoint:
     def read_layer(self, name: str) -> dict[str, Tensor]:
         """The stored tensors of the quantised layer ``name`` by role (weight, weight_scale ...); bias not among them.
 
-        Scales with NaN or infinity are a CheckpointError.
+        NaN or infinity in weights or scales is a CheckpointError.
         """
         tensors = {}
         for role, stored in self.layers[name].roles.items():
@@ -145,12 +145,23 @@ class Checkpoint:
         return tensors
 
 
+# 8-bit floats have no arithmetic: bits without the sign, and the largest that are a finite number
+FLOAT8_BITS = {torch.float8_e4m3fn: (0x7F, 0x7E), torch.float8_e5m2: (0x7F, 0x7B)}
+if hasattr(torch, "float8_e8m0fnu"):
+    FLOAT8_BITS[torch.float8_e8m0fnu] = (0xFF, 0xFE)
+
+
 def refuse_not_finite(tensor: Tensor, where: str) -> None:
     """CheckpointError, naming the place, when a tensor of floats holds NaN or infinity."""
+    finite = True
     if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and tensor.numel():
         low, high = torch.aminmax(tensor)  # NaN carries through; no mask of the tensor's size is made
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            raise CheckpointError(f"{where} holds NaN or infinity; download the file again.")
+        finite = bool(torch.isfinite(low) and torch.isfinite(high))
+    elif tensor.dtype in FLOAT8_BITS and tensor.numel():
+        mask, largest = FLOAT8_BITS[tensor.dtype]
+        finite = int((tensor.view(torch.uint8) & mask).max()) <= largest
+    if not finite:
+        raise CheckpointError(f"{where} holds NaN or infinity; download the file again.")
 
 
 @dataclass(frozen=True)

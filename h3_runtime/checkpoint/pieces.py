@@ -135,6 +135,8 @@ class Pieces:
         for name, piece in self.read(prefix, device):
             if isinstance(piece, nn.Module):
                 module.set_submodule(name, piece)
+                if not piece.weight[0].view(torch.uint8).any() and not piece.weight.view(torch.uint8).any():
+                    zeros.append(f"{name}.weight")
                 continue
             if piece.dim() > 1 and name.endswith(".weight") and not piece[0].any() and not piece.any():
                 zeros.append(name)
