@@ -17,6 +17,7 @@ from pathlib import Path
 
 from . import __version__
 from .errors import H3Error
+from .plan_command import add_plan
 from .weight_commands import add_inspect, add_loading_options, add_quantize, loading_of, loras_of
 
 Results = list[dict]
@@ -630,6 +631,6 @@ def run_bench(arguments, say: _Say) -> tuple[Results, int]:
 
 
 COMMANDS = (
-    _add_demo, _add_render, _add_embed, _add_recover, add_inspect, add_quantize,
+    _add_demo, _add_render, _add_embed, _add_recover, add_plan, add_inspect, add_quantize,
     _add_selftest, _add_paths, _add_verify, _add_bench,
 )  # fmt: skip

@@ -322,6 +322,89 @@ class RenderJob:
         return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a render before it runs: where its layers come from, what it takes, how long a pass lasts.
+
+    ``rung``: resident, ram or disk; on the latter two the first ``resident`` of ``layers`` stay on the card and the
+    rest come through a ring that copies ``ahead`` layers in advance. Bytes: ``vram`` and ``host`` are predicted peaks,
+    ``parts`` (what, bytes) of the card's at its largest moment ``peak_at``; ``moved`` goes to the card in each of
+    ``passes`` passes of ``seconds``, bound by compute, copy or disk (``times``: seconds of each). ``how``: chunk
+    sizes or tile order.
+    """
+
+    name: str
+    rung: str
+    layers: int
+    resident: int
+    ahead: int
+    vram: int
+    host: int
+    peak_at: str
+    parts: tuple[tuple[str, int], ...]
+    passes: int
+    moved: int
+    seconds: float
+    bound: str
+    times: tuple[tuple[str, float], ...]
+    how: str = ""
+    pinned: bool = False
+    adaln: str = ""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of layers that stay on the card."""
+        return dict(self.parts).get("resident blocks", dict(self.parts).get("resident layers", 0))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A render before it runs. ``refusal`` says in one sentence what does not fit and what would ("" when all fits).
+
+    ``rows`` (segment, rows) of the packed sequence; ``tables`` bytes of the modulation tables on the host, 0 when they
+    are made forward by forward; ``chunks`` (heads, rows) of a block; ``reserve`` bytes of the card that are left alone;
+    ``paths`` names of the fidelity registry that the plan chose.
+    """
+
+    stages: tuple[StagePlan, ...]
+    rows: tuple[tuple[str, int], ...]
+    tables: int
+    chunks: tuple[int, int]
+    card: str
+    free_vram: int
+    free_host: int
+    reserve: int
+    refusal: str = ""
+    notes: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return not self.refusal
+
+    @property
+    def num_rows(self) -> int:
+        return sum(count for _, count in self.rows)
+
+    @property
+    def vram(self) -> int:
+        """The largest predicted peak on the card."""
+        return max(stage.vram for stage in self.stages)
+
+    @property
+    def host(self) -> int:
+        """The largest predicted peak of host memory."""
+        return max(stage.host for stage in self.stages)
+
+    @property
+    def seconds(self) -> float:
+        """Expected length of the render, loading left out."""
+        return sum(stage.passes * stage.seconds for stage in self.stages)
+
+    def stage(self, name: str) -> StagePlan:
+        return next(stage for stage in self.stages if stage.name == name)
+
+
 def _digest(digest, value) -> None:
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())

@@ -24,10 +24,11 @@ GROUPS = tuple(
     tuple(group.split())
     for group in (
         "errors fidelity geometry schedule < models quant checkpoint/reader < request job media soundness mask_picture "
-        "< layout < steps < checkpoint < lora memory/streaming < memory/placement "
-        "< text references guides latents extend < accelerators < recovery < sampler decode < pressure memory/plan "
+        "< layout < steps < checkpoint < lora memory/streaming memory/probe memory/measure < memory/placement "
+        "< text references guides latents extend < accelerators < recovery < sampler decode "
+        "< pressure memory/rows memory/weights memory/moments memory/moments_media memory/plan memory/plan_lines "
         "< model < render < manifest < save embed < graph < compare engines < demo "
-        "< verify bench selftest inspection weight_commands < cli < __main__"
+        "< verify bench selftest inspection weight_commands plan_command < cli < __main__"
     ).split(" < ")
 )
 RANK = {entry: rank for rank, group in enumerate(GROUPS) for entry in group}

@@ -43,6 +43,7 @@ MATRIX_CORE_AMD = ("gfx11", "gfx12", "gfx908", "gfx90a", "gfx94", "gfx95")  # RD
 
 CPU_SUMS = 1 << 22  # int32 sums held at a time: 16 MiB, below where malloc asks the system for fresh pages each time
 DEVICE_SUMS = 1 << 25
+PIECE_ROWS = 4096  # rows of a piece of sums
 SCALED = 1 << 19  # sums scaled at a time by each CPU thread: they stay in its cache over four passes
 
 
@@ -316,7 +317,7 @@ def int8_linear(
     out = torch.empty(rows, columns, dtype=dtype, device=values.device)
     on_cpu = values.device.type == "cpu"
     budget = CPU_SUMS if on_cpu else DEVICE_SUMS
-    height = max(1, min(rows, 4096))
+    height = max(1, min(rows, PIECE_ROWS))
     width = min(columns, max(64, budget // height // 64 * 64))  # tall pieces: the weight is repacked per call
     store = scratch("sums", (height * width,), torch.int32, values.device)
     for top in range(0, rows, height):
