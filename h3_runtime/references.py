@@ -279,13 +279,13 @@ def _read_soundtrack(request: ReferenceRequest, canvas: Canvas, recipe: str, not
         has_sound = media.sound_seconds(request.media.path) is not None
     else:
         has_sound = request.media.audio is not None
-    if not has_sound:
-        notes.append(f"{name} has no sound: the clip is a reference for its picture alone")
-        return None
-    if not request.sound:
+    if has_sound and not request.sound:
         notes.append(f"{name}: its sound is left out, as asked")
         return None
-    return _read_sound(request.media, canvas, recipe, notes)
+    audio = _read_sound(request.media, canvas, recipe, notes) if has_sound else None
+    if audio is None:
+        notes.append(f"{name} has no sound: the clip is a reference for its picture alone")
+    return audio
 
 
 def _read_sound(medium: Media, canvas: Canvas, recipe: str, notes: list[str]) -> Tensor | None:

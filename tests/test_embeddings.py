@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from h3_runtime import cli
 from h3_runtime.checkpoint.parts import find_parts
 from h3_runtime.checkpoint.reader import SafetensorsFile
-from h3_runtime.demo.maker import make_model
+from h3_runtime.demo.maker import make_model, make_reference_dit
 from h3_runtime.demo.text_maker import make_text_encoder
 from h3_runtime.errors import CheckpointError, H3Error
 from h3_runtime.guides import place
@@ -396,8 +396,7 @@ def test_the_cache_is_bounded_and_forgets_damaged_files(models, tmp_path):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, embeddings) -> Path:
     made = make_model(tmp_path_factory.mktemp("model"))
-    metadata = {**SafetensorsFile(made / "dit.safetensors").metadata, "h3_runtime.partition": "ref2va"}
-    save_file(load_file(made / "dit.safetensors"), made / "dit_ref.safetensors", metadata)
+    make_reference_dit(made)
     shutil.copytree(embeddings, made / "embeddings")
     return made
 

@@ -22,8 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from h3_runtime import cli, geometry, references
-from h3_runtime.checkpoint.reader import SafetensorsFile
-from h3_runtime.demo.maker import make_model
+from h3_runtime.demo.maker import REFERENCE_DIT, make_model, make_reference_dit
 from h3_runtime.demo.text_maker import make_text_encoder
 from h3_runtime.errors import H3Error
 from h3_runtime.guides import place
@@ -528,10 +527,9 @@ def test_comfy_is_what_comfyui_hands_on(tmp_path, incomplete):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """The demo's small model with its DiT twice, once as Ref2VA weights."""
+    """The demo's small model and its second DiT, for references."""
     made = make_model(tmp_path_factory.mktemp("model"))
-    metadata = {**SafetensorsFile(made / "dit.safetensors").metadata, "h3_runtime.partition": "ref2va"}
-    save_file(load_file(made / "dit.safetensors"), made / "dit_ref.safetensors", metadata)
+    make_reference_dit(made)
     return made
 
 
@@ -564,7 +562,7 @@ def test_a_render_with_references_repeats_from_its_manifest(command, folder, tmp
     described = manifest["request"]["references"]
     assert [r["name"] for r in described] == ["mono.wav", "tall.png", "talk.mkv", "silent.mkv"]
     assert [(r["kind"], r["sound"]) for r in described][2:] == [("video", True), ("video", False)]
-    assert manifest["resolved"]["task"] == "ref2va" and manifest["models"]["dit"]["file"] == "dit_ref.safetensors"
+    assert manifest["resolved"]["task"] == "ref2va" and manifest["models"]["dit"]["file"] == REFERENCE_DIT
     assert [i["kind"] for i in manifest["conditioning"]["items"]] == ["sound", "picture", "clip with sound", "clip"]
     assert "silent.mkv is not named in the prompt: write <Video 2>" in words
     assert str(folder) not in json.dumps(manifest)

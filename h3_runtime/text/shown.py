@@ -53,7 +53,7 @@ class Shown:
         if self.pixels is not None:
             count, height, width = self.pixels.shape[:3]
             size = [width, height, count]
-            digest.update(np.ascontiguousarray(self.pixels).tobytes())
+            digest.update(np.ascontiguousarray(self.pixels))
         return {"kind": self.kind, "size": size, "sha256": digest.hexdigest()}
 
 
