@@ -15,20 +15,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.opening import refuse_not_finite
-from ..checkpoint.reader import TensorSource, listed, open_source
-from ..checkpoint.text_layout import EMBEDDING, Layout, beyond_condition, count_layers, recognise_text
+from ..checkpoint.gguf_file import open_weights as open_source
+from ..checkpoint.opening import Checkpoint
+from ..checkpoint.reader import TensorSource, listed
+from ..checkpoint.text_layers import OWN_FILE, TextLayers, open_text, text_path  # noqa: F401  (the maker's name)
+from ..checkpoint.text_layout import EMBEDDING, Layout, count_layers, recognise_text
 from ..errors import CheckpointError, H3Error, MissingDependency, NonFiniteError
 from ..job import MODALITY_TEXT, TextCondition
-from .config import TextEncoderConfig, pick_layers
+from ..memory.placement import Placement
+from ..memory.streaming import run_in_order
+from .config import CONDITION_LAYER, TextEncoderConfig, pick_layers
+from .placed import PlacedWeights, chunk_layers
 from .presentation import (
     Clip,
     EmbeddingPiece,
@@ -41,27 +45,27 @@ from .presentation import (
     tokenize,
 )
 from .tokenizer import IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START, Tokenizer
+from .tower import Look, Seen, look_at, place
 from .vision import VisionInput, preprocess_picture
 
 OLDEST_TRANSFORMERS = (4, 57, 1)
 CONFIG_KEY = "h3_runtime.config"
-OWN_FILE = "text_encoder.safetensors"
-FLOAT_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 ROTARY_BUFFERS = ("inv_freq", "original_inv_freq")
 VISION_ROPE_THETA = 10_000.0
 
 
-QUANTISED_PARTS = re.compile(r"(comfy_quant|scaled_fp8|weight_scale(_2)?|scale_weight|scale_input|pre_quant_scale)$")
-
-
 @dataclass(frozen=True)
 class EncoderWeights:
-    """What a text encoder file or folder holds: ``stored`` maps the module's name of each tensor to the file's."""
+    """What a text encoder file or folder holds, whatever its layout and number types; ``checkpoint`` knows each tensor
+    by the module's name."""
 
-    source: TensorSource
+    checkpoint: Checkpoint
     layout: Layout
     config: TextEncoderConfig
-    stored: dict[str, str]
+
+    @property
+    def source(self) -> TensorSource:
+        return self.checkpoint.source
 
 
 def import_qwen():
@@ -91,24 +95,19 @@ def import_qwen():
 def open_weights(path: str | Path, layers: int | None = None) -> EncoderWeights:
     """Recognise a text encoder without reading any weights.
 
-    ``path``: a safetensors file (ours, or ComfyUI's), or a folder with ``text_encoder.safetensors`` or with config.json
-    and official shards. ``layers`` overrides where the condition is read (default: the file's own config, else 50).
+    ``path``: a safetensors file (ours, or ComfyUI's), a GGUF file, or a folder with ``text_encoder.safetensors`` or
+    with config.json and official shards. ``layers`` overrides where the condition is read (default: the file's own
+    config, else 50).
     """
-    path = Path(path)
-    if path.is_dir() and (path / OWN_FILE).is_file():
-        path = path / OWN_FILE
-    source = open_source(path)
-    layout, stored = recognise_text(source)
-    names = stored.values()
-    quantised = sorted(n for n in names if QUANTISED_PARTS.search(n) or source.dtypes[n] not in FLOAT_TYPES)
-    if quantised:
-        raise CheckpointError(
-            f"{source.path} is a quantised text encoder ({layout.name} layout; {len(quantised)} tensors such as "
-            f"{quantised[0]}); this version reads bf16, fp16 and fp32 encoders: take the bf16 file"
-        )
-    config = _config_for(source, layout, stored, layers)
-    kept = {name: value for name, value in stored.items() if not beyond_condition(name, config.layers)}
-    return EncoderWeights(source, layout, config, kept)
+    source = open_source(text_path(path))
+    layout, known = recognise_text(source)
+    config = _config_in(source, layout, layers)
+    if config is not None:
+        return EncoderWeights(open_text(path, config.layers)[0], layout, config)
+    available = count_layers(known)
+    checkpoint, _ = open_text(path, min(available, layers or CONDITION_LAYER))
+    _refuse_other_encoders(checkpoint)
+    return EncoderWeights(checkpoint, layout, TextEncoderConfig(layers=pick_layers(available, layers)))
 
 
 def build_module(config: TextEncoderConfig) -> nn.Module:
@@ -128,19 +127,23 @@ def build_module(config: TextEncoderConfig) -> nn.Module:
             f"transformers {'.'.join(map(str, version))} keeps tables in Qwen3-VL that this version does not know "
             f"({listed(lost)}); install the transformers release named in requirements.txt"
         )
+    chunk_layers(module)
     return module.requires_grad_(False).eval()
 
 
 def check_weights(module: nn.Module, weights: EncoderWeights) -> None:
     """Every tensor the module has must be stored in its shape, and no other; else a ``CheckpointError`` naming them."""
     expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    shapes = weights.source.shapes
-    missing = sorted(weights.layout.stored_name(name) for name in expected.keys() - weights.stored.keys())
-    extra = sorted(weights.stored[name] for name in weights.stored.keys() - expected.keys())
+    found, stored = weights.checkpoint.shapes, weights.layout.stored_name
+    extra = [problem.removeprefix("extra ") for problem in weights.checkpoint.problems if problem.startswith("extra ")]
+    others = [problem for problem in weights.checkpoint.problems if not problem.startswith("extra ")]
+    missing = sorted(stored(name) for name in expected.keys() - found.keys())
+    recipes = weights.checkpoint.recipes
+    extra = sorted({*extra, *(s for name in found.keys() - expected.keys() for s in recipes[name].sources)})
     misshapen = [
-        f"{weights.stored[name]} is {list(shapes[weights.stored[name]])}, needed {list(expected[name])}"
-        for name in sorted(expected.keys() & weights.stored.keys())
-        if shapes[weights.stored[name]] != expected[name]
+        f"{stored(name)} is {list(found[name])}, needed {list(expected[name])}"
+        for name in sorted(expected.keys() & found.keys())
+        if found[name] != expected[name]
     ]
     faults = []
     if missing:
@@ -149,6 +152,8 @@ def check_weights(module: nn.Module, weights: EncoderWeights) -> None:
         faults.append(f"{len(extra)} not known: {listed(extra)}")
     if misshapen:
         faults.append(f"{len(misshapen)} of another shape: {listed(misshapen)}")
+    if others:
+        faults.append(f"{len(others)} not usable: {listed(others)}")
     if faults:
         raise CheckpointError(
             f"{weights.source.path} is no whole text encoder of {weights.config.layers} layers ({weights.layout.name} "
@@ -156,27 +161,17 @@ def check_weights(module: nn.Module, weights: EncoderWeights) -> None:
         )
 
 
-def fill(module: nn.Module, weights: EncoderWeights, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Read every tensor into ``module``, one at a time; ``dtype`` None keeps the stored type. NaN: CheckpointError."""
-    tensors = {}
-    for name, stored in weights.stored.items():
-        tensor = weights.source.read(stored)
-        refuse_not_finite(tensor, weights.source.where(stored))  # a word that this prompt lacks would not show it
-        tensors[name] = tensor.to(device=device, dtype=dtype)
-    module.load_state_dict(tensors, strict=True, assign=True)
-    module.requires_grad_(False)
-    for buffers in (part._buffers for part in module.modules()):
-        buffers.update({name: value.to(device) for name, value in buffers.items() if value is not None})
-
-
 class TextEncoder:
     """A loaded encoder with its tokenizer. ``load`` makes one, ``encode`` is what it is for.
 
-    ``files`` are the weight files (for a fingerprint), ``notes`` what was odd about them, ``source`` its name in words.
+    ``files`` are the weight files (for a fingerprint), ``notes`` what was odd about them, ``source`` its name in words,
+    ``info`` what a manifest says of them, ``module`` transformers' model (streamed layers in it have no memory).
     """
 
-    def __init__(self, module: nn.Module, tokenizer: Tokenizer, weights: EncoderWeights):
-        self.module = module
+    def __init__(self, placed: PlacedWeights, tokenizer: Tokenizer, weights: EncoderWeights):
+        self.placed = placed
+        self.module = placed.module
+        self.info = placed.text.info
         self.tokenizer = tokenizer
         self.config = weights.config
         self.files = weights.source.files
@@ -191,10 +186,13 @@ class TextEncoder:
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
         layers: int | None = None,
+        placement: Placement | None = None,
     ) -> TextEncoder:
         """Read an encoder (see ``open_weights`` for what ``path`` may be) and find its vocabulary.
 
-        dtype: of the weights and of the states returned; None keeps the file's (bf16 in the release).
+        dtype: of plain weights and of the states returned; None keeps the file's (bf16 in the release, and beside
+        quantised layers, which keep their stored types). placement: where the layers are while they are not needed
+        (default: resident); it never changes a state.
         tokenizer_dir: folder with vocab.json and merges.txt, when they do not lie where ``Tokenizer.find`` looks.
         Raises ``CheckpointError`` for files that do not fit, ``MissingDependency`` for transformers that cannot.
         """
@@ -205,8 +203,8 @@ class TextEncoder:
         _check_tokenizer(tokenizer, weights.config)
         module = build_module(weights.config)
         check_weights(module, weights)
-        fill(module, weights, dtype, torch.device(device))
-        return cls(module, tokenizer, weights)
+        text = TextLayers(path, weights.config.layers, dtype)
+        return cls(PlacedWeights(module, text, placement or Placement(), torch.device(device)), tokenizer, weights)
 
     @property
     def text_dim(self) -> int:
@@ -215,7 +213,8 @@ class TextEncoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.module.language_model.embed_tokens.weight.dtype
+        """Of the states."""
+        return self.placed.dtype
 
     def encode(self, prompt: str, pictures: Sequence = ()) -> TextCondition:
         """``prompt`` as it stands, after one labelled block per picture (uint8 [H, W, 3]), in their order.
@@ -242,54 +241,36 @@ class TextEncoder:
         seen = [item for item in items if not isinstance(item, Sound)]
         assert [_pads(item) for item in seen] == [value.grid for value in inputs], "items and pixels differ"
         presented = tokenize(present(prompt if pieces is None else pieces, items), self.tokenizer)
-        with _rows_put_in(self.module.language_model.embed_tokens, presented.inserted):
-            hidden = self._states(presented, seen, inputs)
+        hidden = self._states(presented, inputs)
         check_states(hidden, presented.ids, self.source)
         return TextCondition(hidden, presented.tags, _notes(prompt, presented, pieces is not None), self.source)
 
     @torch.no_grad()
-    def _states(self, presented: PresentedPrompt, seen: Sequence, inputs: Sequence[VisionInput]) -> Tensor:
-        device = self.module.language_model.embed_tokens.weight.device
-        ids = presented.ids[None].to(device)  # [1, L]
-        call = {
-            "input_ids": ids,
-            # Given, though all ones: without it some versions read repeated picture positions as packed documents.
-            "attention_mask": torch.ones_like(ids),
-            "position_ids": presented.positions[:, None].to(device),  # [3, 1, L]
-            "use_cache": False,
-        }
-        for kind, pixels, grid in (
-            (Picture, "pixel_values", "image_grid_thw"),
-            (Clip, "pixel_values_videos", "video_grid_thw"),
-        ):
-            chosen = [value for item, value in zip(seen, inputs) if isinstance(item, kind)]
-            if chosen:
-                call[pixels] = torch.cat([value.patches for value in chosen]).to(device)  # [sum t*h*w, 1536]
-                call[grid] = torch.tensor([value.grid for value in chosen], device=device)  # [n, 3]
-        return self.module(**call).last_hidden_state[0].cpu()  # [L, text_dim]
+    def _states(self, presented: PresentedPrompt, inputs: Sequence[VisionInput]) -> Tensor:
+        ids, config = presented.ids, self.config
+        hidden = self.placed.words(ids)  # [L, text_dim]
+        for first, rows in presented.inserted:
+            hidden[first : first + len(rows)] = rows.to(hidden)
+        looks = place(inputs, (ids == config.image_token) | (ids == config.video_token))
+        return run(self.placed, hidden, presented.positions, looks).cpu()
 
 
-@contextmanager
-def _rows_put_in(embed_tokens: nn.Module, inserted: Sequence[tuple[int, Tensor]]) -> Iterator[None]:
-    """Inside the block the embedding gives ``inserted`` rows in place of the pad tokens that keep their places.
+def run(placed: PlacedWeights, hidden: Tensor, positions: Tensor, looks: Sequence[Look]) -> Tensor:
+    """hidden [L, D], the words' embeddings, to the state after the last layer, in place.
 
-    The ids stay with the call: transformers finds the places of pictures by them.
+    positions [3, L]: time, height, width of each row. ``looks``: the pictures, whose rows are overwritten.
     """
-    if not inserted:
-        yield
-        return
-
-    def put(module, arguments, output):
-        output = output.clone()  # [1, L, text_dim]
-        for first, rows in inserted:
-            output[0, first : first + len(rows)] = rows.to(output)
-        return output
-
-    hook = embed_tokens.register_forward_hook(put)
-    try:
-        yield
-    finally:
-        hook.remove()
+    seen = Seen()
+    if looks:
+        with placed.tower() as tower:
+            seen = look_at(tower, looks, hidden)
+            del tower
+    rotary = placed.module.language_model.rotary_emb(hidden[None], positions[:, None].to(hidden.device))
+    with placed.layers() as layers:
+        for index, layer in enumerate(run_in_order(layers)):
+            layer(hidden[None], rotary)
+            seen.add_(hidden, index)
+    return hidden
 
 
 def check_states(hidden: Tensor, ids: Tensor, source: str) -> None:
@@ -337,26 +318,31 @@ def _pads(item: Picture | Clip) -> tuple[int, int, int]:
     return (len(item.timestamps) if isinstance(item, Clip) else 1, *item.grid)
 
 
-def _config_for(source: TensorSource, layout: Layout, stored: dict[str, str], layers: int | None):
+def _config_in(source: TensorSource, layout: Layout, layers: int | None) -> TextEncoderConfig | None:
+    """The config that came with the weights; None for a file that carries none, which must be the released encoder."""
     if CONFIG_KEY in source.metadata:
         config = TextEncoderConfig.from_dict(_parsed(source.metadata[CONFIG_KEY], f"{source.path}: {CONFIG_KEY}"))
         if layers is None:
             return config
         return TextEncoderConfig.from_dict({**config.to_dict(), "layers": pick_layers(config.layers, layers)})
     folder = source.path if source.path.is_dir() else source.path.parent
-    if layout.name in ("official", "transformers"):
-        written = folder / "config.json"
-        if not written.is_file():
-            raise CheckpointError(f"{folder} has no config.json beside the weights; download the whole folder")
-        return TextEncoderConfig.from_huggingface(_parsed(written.read_bytes(), str(written)), layers)
+    if layout.name not in ("official", "transformers"):
+        return None
+    written = folder / "config.json"
+    if not written.is_file():
+        raise CheckpointError(f"{folder} has no config.json beside the weights; download the whole folder")
+    return TextEncoderConfig.from_huggingface(_parsed(written.read_bytes(), str(written)), layers)
+
+
+def _refuse_other_encoders(checkpoint: Checkpoint) -> None:
+    """A file without a config must be the released encoder."""
     published = TextEncoderConfig()
-    embedding = stored.get(EMBEDDING)
-    if embedding and source.shapes[embedding] != (published.vocab, published.hidden):
+    shape = checkpoint.shapes.get(EMBEDDING)
+    if shape not in (None, (published.vocab, published.hidden)):
         raise CheckpointError(
-            f"{source.path} has word embeddings of {list(source.shapes[embedding])} and carries no config; "
+            f"{checkpoint.source.path} has word embeddings of {list(shape)} and carries no config; "
             f"H3's encoder is Qwen3-VL-32B with [{published.vocab}, {published.hidden}]"
         )
-    return TextEncoderConfig(layers=pick_layers(count_layers(stored), layers))
 
 
 def _parsed(text: str | bytes, where: str) -> dict:
