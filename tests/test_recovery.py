@@ -12,6 +12,7 @@ from h3_runtime.errors import H3Error
 from h3_runtime.job import Masks
 from h3_runtime.recovery import RecoveryFolder, default_folder
 from h3_runtime.sampler import sample
+
 from .small_jobs import CANVAS, clip, job, picture, render, small_dit
 
 FINGERPRINT = "0123456789abcdef" * 4
