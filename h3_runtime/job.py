@@ -405,13 +405,18 @@ class Plan:
         return next(stage for stage in self.stages if stage.name == name)
 
 
+# fields that say something and decide nothing
+WORDS = {Canvas: ("notes",), TextCondition: ("notes", "source"), Guide: ("name",), Reference: ("name",)}
+
+
 def _digest(digest, value) -> None:
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     elif is_dataclass(value):
+        words = WORDS.get(type(value), ())
         for spec in fields(value):
-            if spec.name not in ("notes", "source") or not isinstance(value, (Canvas, TextCondition)):
+            if spec.name not in words:
                 digest.update(spec.name.encode())
                 _digest(digest, getattr(value, spec.name))
     elif isinstance(value, (tuple, list)):

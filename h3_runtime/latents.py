@@ -75,8 +75,11 @@ def load_latent(path: str | Path) -> PartialLatent:
     file = SafetensorsFile(path)
     if KIND not in (file.metadata or {}):
         raise CheckpointError(f"{Path(path).name} is not a latent saved by this runtime: its metadata lacks {KIND}")
-    info = json.loads(file.metadata[KIND])
-    canvas = Canvas.fit(info["num_frames"], (info["width"], info["height"]))
+    try:
+        info = json.loads(file.metadata[KIND])
+        canvas = Canvas.fit(info["num_frames"], (info["width"], info["height"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{Path(path).name} does not tell its size ({error}): save it again") from None
     missing = [name for name in ("video", "audio") if name not in file.shapes]
     if missing:
         raise CheckpointError(f"{Path(path).name} lacks the tensor {missing[0]}: save it again")

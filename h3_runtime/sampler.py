@@ -195,7 +195,7 @@ class _Stream:
     """One stream of the loop: its rows, and how masks feed, move and restore them."""
 
     def __init__(self, rows: Tensor, source: Tensor | None, noise: Tensor, mask: Tensor | None, kept_timestep: float):
-        self.rows, self.mask, self.source = rows, mask, source
+        self.rows, self.mask = rows, mask
         self.fed = None
         if mask is not None:
             kept = source if kept_timestep == 1.0 else mix(source, noise, kept_timestep)
