@@ -12,13 +12,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 
-from .checkpoint.info import CheckpointInfo, on_device
+from .checkpoint.info import CheckpointInfo, on_device, stored_tensors
 from .checkpoint.load import load_audio_vae, load_video_vae, open_audio_vae, open_dit, open_video_vae
 from .checkpoint.opening import open_checkpoint
 from .checkpoint.parts import PartPaths
-from .checkpoint.reader import fingerprint, listed
+from .checkpoint.reader import listed
+from .checkpoint.text_layers import TextLayers
 from .decode import Decoder
 from .errors import H3Error
 from .lora import Lora, LoraPlan
@@ -28,18 +30,39 @@ from .memory.placement import Placement, place_dit, place_video_vae
 from .memory.streaming import DiTLayers, run_in_order
 from .models.dit import DiT
 from .text.conditions import ConditionCache
-from .text.encoder import TextEncoder
+from .text.encoder import EncoderWeights, TextEncoder, open_weights
 
 
 @dataclass(frozen=True)
 class Loading:
     """How the DiT's weights are brought in. ``quantise`` (int8_convrot, int8, fp8) while loading, all block linears but
-    those that ``exclude`` names; ``loras`` as side branches, so that placement never changes a result."""
+    those that ``exclude`` names; ``loras`` as side branches, so that placement never changes a result. ``encoder``:
+    where the text encoder's layers are (None: by what is free)."""
 
     quantise: str | None = None
     exclude: tuple[str, ...] = ()
     loras: tuple[Lora, ...] = ()
     placement: Placement = field(default_factory=lambda: Placement(adaln="resident"))
+    encoder: Placement | None = None
+
+
+def place_encoder(
+    weights: EncoderWeights, dtype: torch.dtype | None, device: str | torch.device, keep: bool = False
+) -> Placement:
+    """Resident while the text encoder takes no more than half of the device's free memory, else streamed: from RAM when
+    it is kept for more prompts and half of the free RAM holds it, else from its file."""
+    checkpoint, device = weights.checkpoint, torch.device(device)
+    names = stored_tensors(checkpoint)
+    nbytes = sum(checkpoint.source.nbytes(name) for name in names)
+    if dtype is not None:
+        plain = frozenset(checkpoint.plain)
+        values = sum(torch.Size(shape).numel() for name, shape in checkpoint.shapes.items() if name in plain)
+        nbytes = max(nbytes, values * dtype.itemsize)
+    host = psutil.virtual_memory().available
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host
+    if 2 * nbytes <= free:
+        return Placement()
+    return Placement("ram" if keep and device.type == "cuda" and 2 * nbytes <= host else "disk")
 
 
 class Models:
@@ -155,24 +178,19 @@ class Models:
 
     def text_encoder(self) -> TextEncoder:
         def load():
-            path = self.parts.text_encoder
-            encoder = TextEncoder.load(path, self.parts.tokenizer, dtype=self.dtype, device=self.device)
-            return encoder, self.describe_encoder(encoder.files, encoder.notes)
+            weights = open_weights(self.parts.text_encoder)
+            placement = self.loading.encoder or place_encoder(weights, self.dtype, self.device, self.keep)
+            encoder = TextEncoder.load(
+                self.parts.text_encoder, self.parts.tokenizer, dtype=self.dtype, device=self.device, placement=placement
+            )
+            return encoder, on_device(encoder.info, self.device)
 
         return self._load("text_encoder", "text_encoder", load)
 
-    def describe_encoder(self, files: Sequence[Path], notes: Sequence[str]) -> CheckpointInfo:
-        """The encoder's info from its files, without its weights: a kept condition needs no more."""
-        return CheckpointInfo(
-            path=str(self.parts.text_encoder),
-            format="text encoder",
-            part="text_encoder",
-            partition="unknown",
-            dtypes={},
-            nbytes=sum(file.stat().st_size for file in files),
-            fingerprint=fingerprint(files),
-            notes=tuple(notes),
-        )
+    def describe_encoder(self, weights: EncoderWeights) -> CheckpointInfo:
+        """The encoder's info from its headers, without its weights: a kept condition needs no more."""
+        layers = TextLayers(self.parts.text_encoder, weights.config.layers, self.dtype)
+        return on_device(layers.info, self.device)
 
     def text_width(self, task: str) -> int:
         """How wide the DiT of ``task`` wants a condition's rows, from its header."""

@@ -232,7 +232,7 @@ def condition_text(request: RenderRequest, placement: Placement, models: Models)
     if placement.condition is not None:
         return _loaded_condition(request, placement.condition, models)
     weights = open_weights(models.parts.text_encoder)
-    info = models.describe_encoder(weights.source.files, weights.source.notes)
+    info = models.describe_encoder(weights)
     resolved = resolve_prompt(request.prompt, models.embedding_folders, weights.config.hidden, request.recipe)
     record = ConditionRecord(
         prompt=request.prompt,
