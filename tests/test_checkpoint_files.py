@@ -353,4 +353,5 @@ def test_peak_host_memory_is_what_stays_plus_one_tensor(tmp_path):
     print("MB above the start: imports {}, one by one {}, loaded {}; payload {}, largest tensor {}".format(*megabytes))
     assert payload == position
     assert one_by_one < max(before, 3 * largest) + 20e6
-    assert payload < loaded < max(before, payload + 3 * largest) + 20e6
+    # a machine short of memory may have taken back pages of the payload: then the peak says less, never more
+    assert 0.9 * payload < loaded < max(before, payload + 3 * largest) + 20e6

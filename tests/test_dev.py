@@ -107,7 +107,7 @@ def test_pins_cover_the_dependencies(dev, project):
 
 
 def test_test_tools_are_pinned(dev):
-    assert {dev.name_of(tool) for tool in dev.test_tools()} == {"pytest", "pytest-xdist", "ruff", "diffusers"}
+    assert {dev.name_of(tool) for tool in dev.test_tools()} == {"pytest", "pytest-xdist", "ruff", "gguf", "diffusers"}
     assert all("==" in tool for tool in dev.test_tools())
 
 
