@@ -17,14 +17,13 @@ from h3_runtime.demo.maker import make_model
 from h3_runtime.demo.run import disc, guided, text_to_video, tone, write_sound
 from h3_runtime.errors import H3Error
 from h3_runtime.guides import place
-from h3_runtime.job import Guide
 from h3_runtime.latents import KIND, load_latent
 from h3_runtime.manifest import load_manifest, request_from
 from h3_runtime.media import Mp4Writer, read_audio, write_image
 from h3_runtime.request import GuideRequest, Media, RenderRequest, SoundMask
 from h3_runtime.sampler import draw_noise
 
-from .small_jobs import Probe, clip, job, picture, same
+from .small_jobs import Probe, clip, job, same
 from .small_jobs import render as sampled
 
 
@@ -367,9 +366,3 @@ def test_a_latent_file_that_does_not_tell_its_size(tmp_path):
         save_file({"video": saved.video, "audio": saved.audio}, tmp_path / "l.safetensors", {KIND: metadata})
         with pytest.raises(H3Error, match=r"l\.safetensors does not tell its size"):
             load_latent(tmp_path / "l.safetensors")
-
-
-def test_a_renamed_guide_is_the_same_job():
-    first, second = (job(guides=(Guide(0, picture(), name=name),)) for name in ("a.png", "b.png"))
-    assert first.fingerprint() == second.fingerprint()
-    assert first.fingerprint() != job(guides=(Guide(1, picture(), name="a.png"),)).fingerprint()
