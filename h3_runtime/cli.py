@@ -611,18 +611,20 @@ def run_verify(arguments, say: _Say) -> tuple[Results, int]:
 
 def _add_bench(commands) -> argparse.ArgumentParser:
     command = commands.add_parser("bench", help="measure step time, memory or loading, side by side in one run")
-    command.add_argument("what", choices=["step", "memory", "load"])
+    command.add_argument("what", choices=["step", "memory", "load", "text", "quant"])
     command.set_defaults(run=run_bench)
     return command
 
 
 def run_bench(arguments, say: _Say) -> tuple[Results, int]:
-    from . import bench
+    from . import bench, bench_quant, bench_text
 
     functions: dict[str, Callable[[], Results]] = {
         "step": bench.bench_step,
         "memory": bench.bench_memory,
         "load": bench.bench_load,
+        "text": bench_text.bench_text,
+        "quant": bench_quant.bench_quant,
     }
     results = functions[arguments.what]()
     for line in bench.format_lines(results):

@@ -28,7 +28,7 @@ GROUPS = tuple(
         "< text references guides latents extend < accelerators < recovery < sampler decode "
         "< pressure memory/rows memory/weights memory/moments memory/moments_media memory/plan memory/plan_lines "
         "< model < render < manifest < save embed < graph < compare engines < demo "
-        "< verify bench selftest inspection weight_commands plan_command < cli < __main__"
+        "< verify bench bench_text bench_quant selftest inspection weight_commands plan_command < cli < __main__"
     ).split(" < ")
 )
 RANK = {entry: rank for rank, group in enumerate(GROUPS) for entry in group}

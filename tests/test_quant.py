@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import time
 from functools import cache
 from pathlib import Path
 
@@ -12,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from h3_runtime import bench_quant
 from h3_runtime.checkpoint.reader import SafetensorsFile
 from h3_runtime.errors import CheckpointError, H3Error
-from h3_runtime.models.attention import dense_attention, inverse_frequencies, rotary_table
-from h3_runtime.models.dit import DiT, DiTConfig, ForwardContext, Run
+from h3_runtime.models.dit import DiT, DiTConfig
 from h3_runtime.quant import kernels
 from h3_runtime.quant.convrot import (
     check_group,
@@ -281,7 +280,7 @@ def test_every_quantised_linear_of_a_dit_runs_int8():
     dit = copy.deepcopy(small_dit())
     names = quantise_module(dit, "int8_convrot")
     kernels.COUNTS.reset()
-    run_blocks(dit, torch.float32, rows=40)
+    bench_quant.run_blocks(dit, torch.float32, rows=40)
     ran = what_ran(dit)
     assert sorted(ran) == sorted(names)
     for name, counts in ran.items():
@@ -518,7 +517,7 @@ def test_quantising_a_module_changes_the_gemms_alone(scheme, near):
     assert changed == set(names)
     before = dict(plain.named_parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in dit.named_parameters())
-    expected, got = (run_blocks(model, torch.float32, rows=40) for model in (plain, dit))
+    expected, got = (bench_quant.run_blocks(model, torch.float32, rows=40) for model in (plain, dit))
     assert 1e-5 < distance(got, expected) < near
     assert DIT_GEMMS.search("token_refiner.blocks.0.attn.qkv_proj") is None
     if scheme != "fp8":
@@ -557,42 +556,10 @@ def test_the_linears_of_each_part(pattern, yes, no):
 # ---- speed
 
 
-def context_of(dit: DiT, dtype: torch.dtype, rows: int) -> ForwardContext:
-    table = draw(2, 6, dit.config.hidden, seed=1).mul(0.1).to(dtype)
-    frequencies = inverse_frequencies(dit.config.rope_frequencies)
-    rotary = rotary_table(torch.arange(3 * rows, dtype=torch.float64).view(rows, 3), frequencies, dtype)
-    runs = (Run(0, rows // 2, 0), Run(rows // 2, rows, 1))
-    return ForwardContext(0, runs, rotary, dense_attention, lambda index: table)
+def test_bench_names_and_that_every_linear_was_quantised():
+    from dataclasses import replace
 
-
-def run_blocks(dit: DiT, dtype: torch.dtype, rows: int) -> torch.Tensor:
-    h, context = draw(rows, dit.config.hidden, seed=2).to(dtype), context_of(dit, dtype, rows)
-    with torch.inference_mode():
-        for index, block in enumerate(dit.blocks):
-            h = block(index, h, context)
-    return h
-
-
-def bench_quant(hidden=1024, layers=8, rows=1024, repeats=9, heads=8, ffn=4096) -> dict[str, float]:
-    """Seconds of all blocks in INT8 (bf16 activations) over bf16's and over fp32's: medians, alternating."""
-    small = {"refiner_layers": 0, "text_dim": 64, "time_features": 64, "time_hidden": 64, "time_dim": 64}
-    head_dim = hidden // heads
-    sizes = {"heads": heads, "head_dim": head_dim, "ffn": ffn, "rope_frequencies": head_dim // 8}
-    plain = DiT(DiTConfig(hidden=hidden, layers=layers, **sizes, **small)).requires_grad_(False)
-    half = copy.deepcopy(plain).to(torch.bfloat16)
-    quantised = copy.deepcopy(half)
-    quantise_module(quantised, "int8_convrot")
-    models = {"int8": (quantised, torch.bfloat16), "bf16": (half, torch.bfloat16), "fp32": (plain, torch.float32)}
-    taken: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(repeats + 1):
-        for name, (model, dtype) in models.items():
-            start = time.perf_counter()
-            run_blocks(model, dtype, rows)
-            taken[name].append(time.perf_counter() - start)
-    median = {name: sorted(seconds[1:])[len(seconds) // 2 - 1] for name, seconds in taken.items()}
-    return {"int8_to_bf16": median["int8"] / median["bf16"], "int8_to_fp32": median["int8"] / median["fp32"]}
-
-
-def test_bench_names():
-    ratios = bench_quant(hidden=64, layers=1, rows=16, repeats=1, heads=2, ffn=128)
-    assert ratios.keys() == {"int8_to_bf16", "int8_to_fp32"} and min(ratios.values()) > 0
+    config = replace(bench_quant.CONFIG, hidden=64, layers=2, heads=2, head_dim=32, ffn=128, rope_frequencies=4)
+    results = {row["name"]: row["value"] for row in bench_quant.bench_quant(config, rows=16, repeat=1)}
+    assert min(results["int8_to_bf16"], results["int8_to_fp32"]) > 0
+    assert results["linears"] == 8 and any(name.startswith("kernel/") for name in results)
