@@ -69,6 +69,7 @@ def make_manifest(result: RenderResult) -> dict:
             }
             for part, info in sorted(result.infos.items())
         },
+        "loras": describe_loras(result.loras),
         "conditioning": None if result.record is None else result.record.to_dict(),
         "fidelity": result.fidelity.to_dict(),
         "environment": environment(result.device),
@@ -106,6 +107,14 @@ def describe_request(request: RenderRequest, result: RenderResult) -> dict:
     else:
         described["sound_mask"] = sound
     return json.loads(json.dumps(described, default=lambda number: number.item()))  # numpy's numbers
+
+
+def describe_loras(described: dict | None) -> dict | None:
+    """What a LoRA plan says of itself, with base names in place of paths."""
+    if described is None:
+        return None
+    loras = [{**lora, "path": Path(lora["path"]).name} for lora in described["loras"]]
+    return json.loads(json.dumps({**described, "loras": loras}))
 
 
 def _describe_media(media: Media | None) -> dict | None:

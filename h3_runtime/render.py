@@ -59,6 +59,7 @@ class RenderResult:
     step_seconds: tuple[float, ...]
     stats: dict = field(default_factory=dict)
     recovery: RunRecovery | None = None
+    loras: dict | None = None  # what of each LoRA was applied, its preset and what was left out
     device: str = "cpu"
     dtype: str | None = None  # float32 when the weights were cast up, None as stored
     record: ConditionRecord | None = None  # what the text condition was made from
@@ -128,6 +129,7 @@ def render_request(
             notes.append(warning)
         if info.approximate:
             notes.append(info.approximate)
+    notes += few_step_notes(request, models)
     return RenderResult(
         request=request,
         job=job,
@@ -146,10 +148,24 @@ def render_request(
             **sampled.stats,
         },
         recovery=run,
+        loras=None if models.lora_plan is None else models.lora_plan.describe(),
         device=str(models.device),
         dtype=models.cast_to,
         record=condition.record,
     )
+
+
+FEW_FORWARDS = 12  # below this, a model that was not trained for few forwards gives noise or mush
+
+
+def few_step_notes(request: RenderRequest, models: Models) -> list[str]:
+    """Sentences where the steps, shifts and LoRAs of a request do not belong together, with the preset that does."""
+    plan, steps = models.lora_plan, request.num_forwards
+    if plan is not None:
+        return plan.warnings(models.infos["dit"].partition, steps, request.video_shift, request.audio_shift)
+    if steps < FEW_FORWARDS and request.stop is None and request.start == 0 and request.denoise == 1:
+        return [f"{steps} forwards without a few-step LoRA: the model was released for {DEFAULT_FORWARDS}"]
+    return []
 
 
 def run_recovery(folder: RecoveryFolder, request: RenderRequest, job: RenderJob, models: Models) -> RunRecovery:

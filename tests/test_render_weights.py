@@ -77,6 +77,8 @@ def test_loras_are_applied_counted_labelled_and_repeated(capsys, model, lora, tm
     manifest = json.loads((tmp_path / "b.json").read_text())
     assert manifest["request"]["loras"][0]["strength"] == 0.5
     assert "dit/lora" in [part["name"] for part in manifest["fidelity"]["parts"]]
+    assert manifest["loras"]["applied"] == 4 and not manifest["loras"]["partial"]
+    assert str(lora.parent) not in json.dumps(manifest)
     _, streamed, _ = render(capsys, model, tmp_path / "c.mp4", "--lora", f"{lora}@0.5", "--place", "disk")
     assert streamed["latent"] == styled["latent"]
     _, other, _ = render(capsys, model, tmp_path / "d.mp4", "--lora", lora)
@@ -110,3 +112,15 @@ def test_a_lora_of_another_model_is_refused_before_the_work(capsys, model, tmp_p
     save_file(tensors, tmp_path / "x.safetensors")
     status, _, words = render(capsys, model, tmp_path / "a.mp4", "--lora", tmp_path / "x.safetensors")
     assert status == 2 and "x.safetensors" in words and "encode" not in words
+
+
+def test_steps_and_few_step_loras_that_do_not_belong_together_are_told(capsys, model, lora, tmp_path):
+    import shutil
+
+    _, _, words = render(capsys, model, tmp_path / "a.mp4")
+    assert "2 forwards without a few-step LoRA: the model was released for 49" in words
+    turbo = tmp_path / "minimax_h3_fl2v_turbo_8step_v1.0_768p.safetensors"
+    shutil.copy(lora, turbo)
+    status, _, words = render(capsys, model, tmp_path / "b.mp4", "--lora", turbo)
+    assert status == 0, words
+    assert "8" in words and "shift" in words and "forwards without" not in words
