@@ -154,6 +154,7 @@ register("kernel/block-scaled-float-dequantised", Label.EXACT_MATH, "weights dec
 register("kernel/gguf-dequantised", Label.EXACT_MATH, "weights decoded as they are used, inputs as they are")
 register("attention/sdpa", _LOSSLESS, "PyTorch's SDPA in canonical head groups: the baseline's kernel")
 register("chunks/canonical", _LOSSLESS, "fixed row chunks and head groups, the same on every card: the baseline's")
+register("chunks/smaller", Label.EXACT_MATH, "smaller row chunks and head groups, where the canonical ones do not fit")
 register("refiner/once", _LOSSLESS, "text rows are refined once a request: a constant is computed once")
 register("modulation/tables", _LOSSLESS, "AdaLN rows computed before the loop, by the same fixed batches")
 register("modulation/by-forward", _LOSSLESS, "AdaLN rows computed in each forward, by the same fixed batches")
