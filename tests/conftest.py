@@ -148,6 +148,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--strict-proofs", action="store_true", help="fail when a proof did not run that could run on a plain machine"
     )
+    parser.addoption("--long", action="store_true", help="every combination of tests/test_matrix.py, and more kills")
 
 
 def pytest_configure(config):
