@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from .bench import GIB, LiveBytes, Results
 from .checkpoint.pieces import assign
 from .demo.text_maker import make_text_encoder
+from .errors import MissingDependency
 from .memory.placement import Placement
 from .memory.streaming import LayerLayout, ResidentLayers
 from .text.config import TextEncoderConfig
-from .text.encoder import TextEncoder, build_module, run
+from .text.encoder import TextEncoder, build_module, import_qwen, run
 from .text.tower import Look
 from .text.vision import MERGE, PATCH, PATCH_VALUES
 
@@ -102,6 +103,11 @@ def encode_peak(
     """
     from torch._subclasses import fake_tensor
 
+    if pictures and import_qwen()[1] < (5,):
+        raise MissingDependency(
+            "pictures are counted with transformers 5 or newer: an older vision tower cannot be run on tensors without "
+            "memory; pip install -U transformers"
+        )
     grid = (size[0] // PATCH, size[1] // PATCH)
     each = picture_rows(size)
     rows = words + pictures * (each + LABEL_ROWS)

@@ -18,7 +18,7 @@ from h3_runtime import bench_text
 from h3_runtime.checkpoint.reader import SafetensorsFile
 from h3_runtime.checkpoint.text_layers import TextLayers
 from h3_runtime.demo.text_maker import make_text_encoder
-from h3_runtime.errors import CheckpointError
+from h3_runtime.errors import CheckpointError, MissingDependency
 from h3_runtime.memory.placement import Placement
 from h3_runtime.model import place_encoder
 from h3_runtime.quant.linear import QuantisedLinear
@@ -36,7 +36,7 @@ PROMPT = "A red ball rolls slowly across a wooden floor. He says: <d>[English] H
 PICTURE = np.random.default_rng(1).integers(0, 256, (256, 288, 3), dtype=np.uint8)
 STREAMED = (Placement("ram"), Placement("disk"), Placement("disk", resident=1, ahead=2))
 # relative distance of the states to bf16's, with room: three layers of a small encoder add up their weights' errors
-TOLERANCES = {"int8_convrot": 0.03, "fp8": 0.08, "fp8_tower": 0.1, "nvfp4_awq": 0.3, "gguf": 0.02, "mixed": 0.3}
+TOLERANCES = {"int8_convrot": 0.035, "fp8": 0.08, "fp8_tower": 0.1, "nvfp4_awq": 0.25, "gguf": 0.03, "mixed": 0.15}
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +114,8 @@ def test_every_format_streams_to_the_resident_bits(plain, format, tmp_path):
 
 def test_formats_are_read_layer_by_layer_and_named(plain, tmp_path):
     encoder = loaded(plain, written(plain, "mixed", tmp_path), placement=Placement("disk"))
-    assert (
-        encoder.info.formats == {"nvfp4": 7, "int8_convrot g64": 5, "int8_convrot g16": 2}
-        or sum(count for title, count in encoder.info.formats.items() if title.startswith("int8_convrot"))
-        == 7
-        == encoder.info.formats["nvfp4"]
-    )
+    assert encoder.info.formats["nvfp4"] == 7 and sum(encoder.info.formats.values()) == 14
+    assert "7 layers in nvfp4" in encoder.info.approximate and "int8_convrot" in encoder.info.approximate
     kinds = [type(layer.self_attn.q_proj).__name__ for layer in encoder.module.language_model.layers]
     assert kinds == ["Linear", "Nvfp4Linear", "Int8Linear"]
 
@@ -127,7 +123,7 @@ def test_formats_are_read_layer_by_layer_and_named(plain, tmp_path):
 def test_what_is_streamed_keeps_no_memory_and_nothing_changes(plain):
     for rung in ("ram", "disk"):
         encoder = TextEncoder.load(plain, placement=Placement(rung))
-        before = {name: value for name, value in encoder.module.state_dict().items()}
+        before = encoder.module.state_dict()
         states(encoder)
         after = encoder.module.state_dict()
         assert all(after[name] is value or after[name].data_ptr() == value.data_ptr() for name, value in before.items())
@@ -151,7 +147,8 @@ def test_ten_encodes_leave_nothing(plain):
 
 
 def _live_bytes() -> int:
-    return sum(t.untyped_storage().nbytes() for t in gc.get_objects() if isinstance(t, torch.Tensor) and not t.is_meta)
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    return sum(t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) in kinds and not t.is_meta)
 
 
 # ---- cancelled and broken
@@ -336,5 +333,9 @@ def test_the_peak_is_counted_from_the_run_itself():
     layer = 2 * sum(value.numel() for value in build_module(config).language_model.layers.parameters())
     none, stages = bench_text.encode_peak(config, 0, (64, 64), 64)
     assert 2 * layer < none < 2 * layer * 1.02 and stages["tower"] == 0
+    if import_qwen()[1] < (5,):
+        with pytest.raises(MissingDependency, match="transformers 5 or newer"):
+            bench_text.encode_peak(config, 1, (512, 512), 64)
+        return
     one, stages = bench_text.encode_peak(config, 1, (512, 512), 64)
     assert none < one == max(stages.values()) and 1.1e9 < stages["tower"] < 1.4e9
