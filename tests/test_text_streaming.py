@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -20,7 +21,7 @@ from h3_runtime.checkpoint.text_layers import TextLayers
 from h3_runtime.demo.text_maker import make_text_encoder
 from h3_runtime.errors import CheckpointError, MissingDependency
 from h3_runtime.memory.placement import Placement
-from h3_runtime.model import place_encoder
+from h3_runtime.model import Loading, Models, place_encoder
 from h3_runtime.quant.linear import QuantisedLinear
 from h3_runtime.text.config import TextEncoderConfig
 from h3_runtime.text.encoder import TextEncoder, build_module, import_qwen, open_weights
@@ -325,6 +326,19 @@ def test_an_encoder_is_streamed_when_it_takes_more_than_half_of_what_is_free(pla
     assert placed(nbytes, 2 * nbytes, keep=True) == "ram" and placed(nbytes, nbytes, keep=True) == "disk"
     assert placed(2 * nbytes, 0, dtype=torch.float32) == "disk"  # twice as large as its file
     assert placed(0, 2 * nbytes) == "resident" and placed(0, nbytes) == "disk"
+
+
+def test_models_place_the_encoder_and_describe_it(plain, tmp_path):
+    want = states(TextEncoder.load(plain))
+    parts = SimpleNamespace(text_encoder=plain, tokenizer=None)
+    models = Models(parts, loading=Loading(encoder=Placement("disk")))
+    encoder = models.text_encoder()
+    assert_same(states(encoder), want)
+    assert encoder.placed.placement.rung == "disk" and Models(parts).text_encoder().placed.placement.rung == "resident"
+    assert models.infos["text_encoder"].approximate is None
+    parts = SimpleNamespace(text_encoder=written(plain, "int8_convrot", tmp_path), tokenizer=plain.parent)
+    info = Models(parts).describe_encoder(open_weights(parts.text_encoder))
+    assert "encoder/int8-convrot" in info.paths and sum(info.formats.values()) == 7 * LAYERS and info.approximate
 
 
 def test_the_peak_is_counted_from_the_run_itself():
