@@ -8,7 +8,7 @@ A part is loaded when it is first asked for and leaves when its stage is over (u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,9 +28,12 @@ from .lora import apply as apply_loras
 from .lora import plan as plan_loras
 from .memory.placement import Placement, place_dit, place_video_vae
 from .memory.streaming import DiTLayers, run_in_order
+from .models.attention import CANONICAL, ChunkSizes
 from .models.dit import DiT
 from .text.conditions import ConditionCache
 from .text.encoder import EncoderWeights, TextEncoder, open_weights
+
+RESIDENT = Placement(adaln="resident")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Loading:
     quantise: str | None = None
     exclude: tuple[str, ...] = ()
     loras: tuple[Lora, ...] = ()
-    placement: Placement = field(default_factory=lambda: Placement(adaln="resident"))
+    placement: Placement | None = None
+    chunks: ChunkSizes = CANONICAL
     encoder: Placement | None = None
 
 
@@ -122,7 +126,8 @@ class Models:
 
     def place_dit(self, task: str, placement: Placement | None = None) -> tuple[DiT, DiTLayers]:
         """The DiT for ``task`` and where its layers come from; another ``placement`` than before reads it anew."""
-        if placement is not None and placement != self.loading.placement:
+        placement = placement or self.loading.placement or RESIDENT
+        if placement != self.loading.placement:
             self.release("dit")
             self.loading = replace(self.loading, placement=placement)
         path = self.parts.dit_for(task).path
@@ -137,9 +142,8 @@ class Models:
             self.lora_plan = plan_loras(dit, how.loras)
             apply_loras(dit, self.lora_plan, mode="side")
 
-        placed = place_dit(
-            opened, how.placement, torch.device(self.device), put_loras if how.loras else lambda dit: None
-        )
+        device = torch.device(self.device)
+        dit, layers = place_dit(opened, how.placement, device, put_loras if how.loras else lambda dit: None)
         if self.lora_plan is not None:
             plan = self.lora_plan
             marks = [f"+{f.fingerprint}@{lora.strength:g}" for f, lora in zip(plan.files, plan.loras)]
@@ -150,7 +154,7 @@ class Models:
                 paths=(*info.paths, "dit/lora"),
                 notes=(*info.notes, *notes),
             )
-        return placed, info
+        return (dit, layers._replace(chunks=how.chunks)), info
 
     def video_vae(self) -> torch.nn.Module:
         return self._load("video_vae", "video_vae", lambda: load_video_vae(self.parts.video_vae, self.device))

@@ -27,7 +27,11 @@ from .geometry import FPS, TRAINED_FRAMES, Canvas
 from .guides import Placed, Placement, place
 from .job import AVLatent, Guide, Reference, RenderJob, TextCondition
 from .latents import PartialLatent
-from .model import Models
+from .memory.placement import Placement as WeightPlacement
+from .memory.plan import plan_request
+from .memory.probe import probe_card, probe_host
+from .model import RESIDENT, Models
+from .models.attention import CANONICAL, ChunkSizes
 from .models.precision import exact_float32
 from .pressure import sample_under_pressure
 from .recovery import RecoveryFolder, RunRecovery
@@ -93,6 +97,7 @@ def render_request(
         placement = place(request)
         task = placement.task
         notes = [*placement.notes, *check_request(request, placement, models, task)]
+        notes += choose_placement(request, placement, models)
     with _timed(seconds, "encode"):
         report("encode", 0, 1)
         condition = condition_text(request, placement, models)
@@ -109,7 +114,7 @@ def render_request(
             run.discard()
         sampled, place_used, stepped = sample_under_pressure(
             partial(models.place_dit, task),
-            models.loading.placement,
+            models.loading.placement or RESIDENT,
             job,
             run,
             progress=lambda done, total, _: report("denoise", done, total),
@@ -153,6 +158,24 @@ def render_request(
         dtype=models.cast_to,
         record=condition.record,
     )
+
+
+def choose_placement(request: RenderRequest, placed: Placement, models: Models) -> list[str]:
+    """Where nobody said how to place the DiT on a card, the plan does, before any weights are read. H3Error with what
+    would fit when the request does not."""
+    device = torch.device(models.device)
+    if models.loading.placement is not None or device.type != "cuda":
+        return []
+    host = probe_host().with_disk(models.parts.dit_for(placed.task).path)
+    made = plan_request(
+        request, models.parts, probe_card(device), host, placed, models.loading.loras, (), models.layout
+    )
+    if not made.fits:
+        raise H3Error(made.refusal)
+    stage = next(stage for stage in made.stages if stage.name == "denoise")
+    placement = WeightPlacement(stage.rung, stage.resident, max(stage.ahead, 1), stage.adaln or "disk", stage.pinned)
+    models.loading = replace(models.loading, placement=placement, chunks=ChunkSizes(*made.chunks))
+    return [f"the plan: {placement}, {made.vram / 2**30:.1f} of {made.free_vram / 2**30:.1f} GiB", *made.notes]
 
 
 FEW_FORWARDS = 12  # below this, a model that was not trained for few forwards gives noise or mush
@@ -359,7 +382,8 @@ def label(job: RenderJob, sampled: SampleResult, models: Models, condition: Made
     cast = models.cast_to is not None and not ("dit" in infos and set(infos["dit"].dtypes) == {"F32"})
     reasons = {}
     names = ["dit/float32" if cast else "dit/stored", *_condition_paths(condition, cast)]
-    names += ["attention/sdpa", "chunks/canonical", "refiner/once", "solver/euler"]
+    names.append("chunks/canonical" if models.loading.chunks == CANONICAL else "chunks/smaller")
+    names += ["attention/sdpa", "refiner/once", "solver/euler"]
     names.append("recipe/reference" if job.request is None else f"recipe/{job.request.recipe}")
     names.append("modulation/tables" if sampled.tables_before_loop else "modulation/by-forward")
     steps = job.num_forwards == DEFAULT_FORWARDS

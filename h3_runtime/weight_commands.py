@@ -67,8 +67,8 @@ def add_loading_options(group) -> None:
     group.add_argument("--quantise", choices=["int8_convrot", "int8", "fp8"], help="quantise the DiT while loading")
     group.add_argument("--exclude", action="append", default=[], metavar="PATTERN",
                        help="layers that --quantise leaves as they are; may be repeated")  # fmt: skip
-    group.add_argument("--place", choices=["resident", "ram", "disk"], help="the DiT's blocks stay on the "
-                       "device, or are streamed from RAM or disk (the same bits)")  # fmt: skip
+    group.add_argument("--place", choices=["resident", "ram", "disk"], help="blocks stay on the device, "
+                       "or come from RAM or disk: the same bits (default: the plan chooses)")  # fmt: skip
     group.add_argument("--resident-layers", type=int, default=0, metavar="N", help="with --place: blocks that stay")
     group.add_argument("--ahead", type=int, default=1, metavar="N", help="with --place: blocks copied in advance")
 
@@ -93,9 +93,9 @@ def loading_of(arguments, request):
     if request is None:
         return None
     loras = tuple(Lora(lora.media.path, lora.strength) for lora in request.loras)
-    rung = arguments.place or "resident"
-    if rung == "resident" and (arguments.resident_layers or arguments.ahead != 1):
+    rung, placement = arguments.place, None
+    if rung in (None, "resident") and (arguments.resident_layers or arguments.ahead != 1):
         raise H3Error("--resident-layers and --ahead go with --place ram or --place disk: add one of them")
-    adaln = "resident" if rung == "resident" else rung
-    placement = Placement(rung, arguments.resident_layers, arguments.ahead, adaln)
+    if rung is not None:
+        placement = Placement(rung, arguments.resident_layers, arguments.ahead, rung)
     return Loading(request.quantise, request.exclude, loras, placement)

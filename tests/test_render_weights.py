@@ -124,3 +124,24 @@ def test_steps_and_few_step_loras_that_do_not_belong_together_are_told(capsys, m
     status, _, words = render(capsys, model, tmp_path / "b.mp4", "--lora", turbo)
     assert status == 0, words
     assert "8" in words and "shift" in words and "forwards without" not in words
+
+
+def test_on_a_card_the_plan_chooses_or_refuses_before_any_weights(model, monkeypatch):
+    from h3_runtime import render as rendering
+    from h3_runtime.checkpoint.parts import find_parts
+    from h3_runtime.errors import H3Error
+    from h3_runtime.guides import place
+    from h3_runtime.memory.probe import Card, Host
+    from h3_runtime.model import Models
+    from h3_runtime.request import RenderRequest
+
+    request = RenderRequest("a ball", (96, 64), frames=22, num_forwards=2)
+    monkeypatch.setattr(rendering, "probe_host", lambda: Host.given(16.0))
+    monkeypatch.setattr(rendering, "probe_card", lambda device: Card.given(12.0))
+    models = Models(find_parts(model), device="cuda")
+    notes = rendering.choose_placement(request, place(request), models)
+    assert models.loading.placement.rung == "resident" and notes[0].startswith("the plan: resident")
+    monkeypatch.setattr(rendering, "probe_card", lambda device: Card.given(0.05))
+    with pytest.raises(H3Error, match="GiB"):
+        rendering.choose_placement(request, place(request), Models(find_parts(model), device="cuda"))
+    assert rendering.choose_placement(request, place(request), Models(find_parts(model))) == []
