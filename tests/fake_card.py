@@ -42,6 +42,8 @@ from h3_runtime.quant import kernels
 from h3_runtime.quant.linear import Int8Linear
 from h3_runtime.schedule import Schedule, plan_schedule
 from h3_runtime.steps import Steps, plan_steps
+from h3_runtime.text.config import TextEncoderConfig
+from h3_runtime.text.encoder import build_module
 
 
 class SlotsOnly:
@@ -153,10 +155,9 @@ def _change_linears(dit: DiT, placed: Placed, dtype: torch.dtype) -> None:
                 block.set_submodule(name, LoraLinear(linear, [LowRank(a, b, 1.0)], dtype, torch.device("meta")))
 
 
-def place(config: DiTConfig, placed: Placed, dtype: torch.dtype) -> tuple[DiT, DiTLayers]:
-    """A DiT on the fake card, and its layers: what ``placement.place_dit`` gives, without bytes."""
-    dit = meta_dit(config, dtype)
-    _change_linears(dit, placed, dtype)
+def place(dit: DiT, placed: Placed) -> DiTLayers:
+    """A DiT on meta put onto the fake card, and its layers: what ``placement.place_dit`` gives, without bytes."""
+    config = dit.config
     adaln = [block.adaln_proj for block in dit.blocks]
     slots, kept = placed.ahead + 1, placed.resident
     for index in range(kept):
@@ -171,7 +172,7 @@ def place(config: DiTConfig, placed: Placed, dtype: torch.dtype) -> tuple[DiT, D
         layouts = [LayerLayout.of(block, ("adaln_proj.",)) for block in dit.blocks[kept:]]
         blocks = StreamedLayers(list(dit.blocks), kept, SlotsOnly(layouts, slots), placed.ahead)
     projections = StreamedLayers(adaln, 0, SlotsOnly([LayerLayout.of(p) for p in adaln], slots), placed.ahead)
-    return dit, DiTLayers(blocks, projections, placed.chunks)
+    return DiTLayers(blocks, projections, placed.chunks)
 
 
 # ---- the loop
@@ -250,9 +251,11 @@ def sample_peak(sizes: RenderSizes, config: DiTConfig, placed: Placed, dtype: to
     masks, tags, schedule = masks_of(sizes), tags_of(sizes), plan_schedule(sizes.num_forwards)
     steps = plan_steps(replace(sizes.layout(), text_tags=tags), schedule, masks)
     steps = replace(steps, forwards=(max(steps.forwards, key=lambda plan: len(plan.pairs)),))
+    dit = meta_dit(config, dtype)
+    _change_linears(dit, placed, dtype)
     with no_values_read(steps, schedule) as live:
         made = fake_job(sizes, masks, tags, config.text_dim, dtype)
-        dit, layers = place(config, placed, dtype)
+        layers = place(dit, placed)
         refine = dit.refine_text
 
         def refine_and_let_go(hidden: Tensor) -> Tensor:
@@ -270,9 +273,9 @@ def sample_peak(sizes: RenderSizes, config: DiTConfig, placed: Placed, dtype: to
 
 def decode_peak(config: VideoVAEConfig, latent: tuple[int, int, int], resident: bool, ahead: int = 1) -> int:
     """Peak of decoding [1, 24, *latent] into a sink that keeps nothing."""
+    with torch.device("meta"):
+        vae = VideoVAE(config).eval()
     with no_values_read() as live:
-        with torch.device("meta"):
-            vae = VideoVAE(config).eval()
         for name in [name for name, _ in (*vae.named_parameters(), *vae.named_buffers())]:
             if resident or not name.startswith("decoder.transformer_blocks."):
                 on_card(vae, name)
@@ -295,9 +298,9 @@ def decode_peak(config: VideoVAEConfig, latent: tuple[int, int, int], resident: 
 
 def encode_peak(config: VideoVAEConfig, frames: int, height: int, width: int) -> int:
     """Peak of encoding pixels, the decoder's layers away."""
+    with torch.device("meta"):
+        vae = VideoVAE(config).eval()
     with no_values_read() as live:
-        with torch.device("meta"):
-            vae = VideoVAE(config).eval()
         for name in [name for name, _ in (*vae.named_parameters(), *vae.named_buffers())]:
             if not name.startswith("decoder.transformer_blocks."):
                 on_card(vae, name)
@@ -307,12 +310,28 @@ def encode_peak(config: VideoVAEConfig, frames: int, height: int, width: int) ->
 
 def sound_peak(config: AudioVAEConfig, audio_t: int, decode: bool) -> int:
     """Peak of the audio VAE on ``audio_t`` latents of sound."""
+    with torch.device("meta"):
+        vae = AudioVAE(config).eval()
     with no_values_read() as live:
-        with torch.device("cuda"):
-            vae = AudioVAE(config).eval()
-        live.start_peak()
+        on_card(vae)
         if decode:
             vae.decode(torch.empty(1, config.latent_channels, 2, audio_t, device="cuda"))
         else:
             vae.encode(torch.empty(1, 2, audio_t * config.hop, device="cuda"))
+        return live.peak["cuda"]
+
+
+# ---- the text encoder
+
+
+def language_layer_peak(rows: int) -> int:
+    """Peak of one released language layer on ``rows`` rows of bf16, its weights and its input counted."""
+    module = build_module(replace(TextEncoderConfig(), layers=1, vision_depth=1, deepstack=(0,))).to(torch.bfloat16)
+    with no_values_read() as live:
+        on_card(module, "language_model.layers.")
+        hidden = torch.empty(1, rows, module.language_model.config.hidden_size, dtype=torch.bfloat16, device="cuda")
+        turn = [
+            torch.empty(1, rows, TextEncoderConfig().head_dim, dtype=torch.bfloat16, device="cuda") for _ in range(2)
+        ]
+        module.language_model.layers[0](hidden, tuple(turn))
         return live.peak["cuda"]

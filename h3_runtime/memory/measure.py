@@ -58,8 +58,13 @@ class LiveBytes(TorchDispatchMode):
         self.peak = Counter(self.now)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in WRITES_IN_PLACE:  # nothing is born, and asking the fake mode costs most of a measurement's time
+        # nothing is born in these, and asking the fake mode costs most of a measurement's time
+        if func is DEVICE_OF and hasattr(args[0], "fake_device"):
+            return args[0].fake_device
+        if func in WRITES_IN_PLACE:
             return args[0]
+        if func in WRITES_OUT:
+            return kwargs["out"]
         out = func(*args, **(kwargs or {}))
         self.hold(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
         return out
@@ -78,6 +83,8 @@ WRITES_IN_PLACE = frozenset(
         ("square_", "default"),
     )
 )
+WRITES_OUT = frozenset((torch.ops.aten.addcmul.out,))
+DEVICE_OF = torch.ops.prim.device.default
 
 
 class FusedAttention(TorchFunctionMode):

@@ -58,7 +58,6 @@ class DiTLoad:
     layout: PackedLayout
     counts: StepCounts
     masked: tuple[bool, bool] = (False, False)  # picture, sound
-    has_source: bool = False
     chunks: ChunkSizes = CANONICAL
     accelerators: int = 0
 
@@ -68,7 +67,7 @@ class DiTLoad:
         layout = sizes.layout()
         held = sum(accelerator.bytes(layout, weights.config) for accelerator in accelerators)
         masked = (bool(sizes.video_levels), bool(sizes.sound_levels))
-        return DiTLoad(weights, layout, sizes.step_counts(), masked, sizes.has_source, CANONICAL, held)
+        return DiTLoad(weights, layout, sizes.step_counts(), masked, CANONICAL, held)
 
     @property
     def config(self) -> DiTConfig:
@@ -88,15 +87,14 @@ class DiTLoad:
 
 
 def streams(load: DiTLoad) -> tuple[str, int]:
-    """Rows of both streams on the card (``sampler._streams``)."""
+    """Rows of both streams on the card (``sampler._streams``); under a mask also what it keeps, what the model is
+    shown, the mask, where it is 0, and each row's labels for the blocks and the heads."""
     total = 0
-    widths = (4 * load.config.video_channels, load.config.audio_channels)
-    for index, (count, width, masked) in enumerate(zip(load.target, widths, load.masked)):
-        one = count * width * FLOAT32
-        total += one * (1 + load.has_source)
-        if masked:
-            kept = one if index == 0 else 0  # a kept picture is mixed with noise; kept sound is the source's own rows
-            total += kept + one + count * (FLOAT32 + 1 + 2 * INT64)  # kept, fed, mask, where it is 0, its labels
+    for count, width, masked in zip(
+        load.target, (4 * load.config.video_channels, load.config.audio_channels), load.masked
+    ):
+        total += count * width * FLOAT32 * (3 if masked else 1)
+        total += count * (FLOAT32 + 1 + 2 * INT64) if masked else 0
     return "rows of the streams", total
 
 
@@ -163,7 +161,7 @@ def forward_moments(load: DiTLoad) -> list[Moment]:
     hidden = load.rows * config.hidden * item
     held = (*held_rows(load), ("rotary tables", rotary), ("hidden state", hidden))
     table = load.counts.pairs * MODULATIONS * config.hidden * item
-    moments = [Moment("modulation", (*held, ("modulation of a block", table + _made_table(load))))]
+    moments = [Moment("modulation", (*held, ("modulation of a block", max(table, _made_table(load)))))]
     held = (*held, ("modulation of a block", table), ("normed rows", hidden))
     moments.append(Moment("norm", (*held, ("norm chunk", _norm_chunk(load)))))
     held = (*held, ("attention output", load.rows * config.heads * config.head_dim * item))
@@ -175,9 +173,10 @@ def _made_table(load: DiTLoad) -> int:
     config, item, steps = load.config, load.item, load.counts.timesteps
     if load.counts.before_loop:
         return 0
-    wide = FLOAT32 if config.curve_points else item
+    width, wide = MODALITIES * MODULATIONS * config.hidden, FLOAT32 if config.curve_points else item
     embedding = steps * config.time_dim * (FLOAT32 + (0 if config.curve_points else item))
-    return embedding + _batched(steps, MODALITIES * MODULATIONS * config.hidden, wide)
+    chosen = load.counts.pairs * MODULATIONS * config.hidden * item
+    return embedding + max(_batched(steps, width, wide), steps * width * wide + chosen)
 
 
 def _batched(rows: int, width: int, item: int) -> int:

@@ -14,9 +14,11 @@ from itertools import accumulate
 from operator import mul
 
 from ..geometry import AUDIO_CHANNELS, CLIP_FRAMES, CLIP_LATENTS, PIXELS_PER_LATENT
+from ..models.attention import ROW_CHUNK
 from ..models.audio_vae import AudioVAEConfig
 from ..models.video_tiles import FRAMES_PER_LATENT, TILE, TilePlan, decode_clips
 from ..models.video_vae import VideoVAEConfig
+from ..text.tower import Look, batches
 from ..text.vision import MERGE, PATCH_VALUES
 from .moments import FLOAT32, Moment
 from .weights import AudioVAEWeights, TextWeights, VideoVAEWeights
@@ -28,31 +30,49 @@ COLOURS = 3
 # ---- text
 
 
-def text_moments(weights: TextWeights, rows: int, patches: int, resident: bool, ahead: int) -> list[Moment]:
-    """The prompt through the encoder: ``rows`` text rows, ``patches`` in the vision tower; layers in a ring or not.
+def text_moments(weights: TextWeights, rows: int, patches: Sequence[int], resident: bool, ahead: int) -> list[Moment]:
+    """The prompt through the encoder: ``rows`` text rows, ``patches`` of each picture or frame pair before them.
 
-    The layers are transformers' own: their feed-forward holds three tensors of all rows at its width; the tower's
-    rotation holds six float32 ones.
+    Words stay on the host. Without ``resident`` the tower is there only for the pictures, the ring only for the layers
+    (``text.placed``); the layers work in canonical chunks (``text.layer``), the tower in batches (``text.tower``).
     """
     sizes, item = weights.sizes, weights.itemsize
+    layers = sum(weights.layers) if resident else 0
     ring = 0 if resident else min(ahead + 1, len(weights.layers)) * max(weights.layers)
-    placed = (
-        ("word embeddings", weights.embedding),
-        ("vision tower", weights.vision),
-        ("resident layers", sum(weights.layers) if resident else 0),
-        ("ring of layers", ring),
-        ("pictures", patches * PATCH_VALUES * FLOAT32),
+    states = (
+        ("hidden state", rows * sizes.hidden * item),
+        ("deepstack rows", sizes.deepstack * (sum(patches) // MERGE**2) * sizes.hidden * item),
     )
-    hidden = rows * sizes.hidden * item
-    deepstack = sizes.deepstack * (patches // MERGE**2) * sizes.hidden * item
-    layer = 3 * rows * sizes.ffn * item + 2 * hidden + 2 * rows * sizes.head_dim * item
-    tower = patches * sizes.vision_hidden * (5 * item + 6 * FLOAT32)
-    moments = [
-        Moment("language layer", (*placed, ("hidden state", hidden), ("deepstack", deepstack), ("layer", layer)))
-    ]
+    tower = (("vision tower", weights.vision), ("resident layers", layers))
+    moments = []
     if patches:
-        moments.append(Moment("vision tower", (*placed, ("deepstack", deepstack), ("vision block", tower))))
-    return moments
+        largest_batch = _largest_batch(patches)
+        moments.append(Moment("vision tower", (*tower, *states, ("batch of pictures", _tower(weights, largest_batch)))))
+    held = (*(tower if resident else ()), ("ring of layers", ring), *states)
+    chunk = min(ROW_CHUNK, rows)
+    tables = 2 * rows * sizes.head_dim * item
+    attention = rows * (sizes.query_rows + 2 * sizes.key_rows) * item
+    group = sizes.query_rows // (sizes.key_rows // sizes.head_dim)  # width of the queries that share one key head
+    queries = chunk * (sizes.hidden * item + sizes.query_rows * (item + 2 * FLOAT32))  # q_norm works in float32
+    seen = rows * (group * item + group // sizes.head_dim * FLOAT32)
+    feed = chunk * (sizes.hidden + 2 * sizes.ffn) * item
+    work = (("rotary tables", tables), ("queries, keys, values", attention), ("chunk", max(queries, seen)))
+    moments.append(Moment("language layer", (*held, *work)))
+    return [*moments, Moment("feed-forward", (*held, ("rotary tables", tables), ("feed-forward chunk", feed)))]
+
+
+def _largest_batch(patches: Sequence[int]) -> int:
+    """Patches of the largest batch that the tower takes at once."""
+    looks = [Look(range(count), (MERGE, MERGE), 0) for count in patches]
+    return max(sum(patches[index] for index in batch) for batch in batches(looks))
+
+
+def _tower(weights: TextWeights, patches: int) -> int:
+    """One batch in a block of transformers' tower: patches, hidden and normed rows, q, k, v, six float32 tensors of
+    their rotation; and the deepstack rows made so far."""
+    sizes, item = weights.sizes, weights.itemsize
+    taps = sizes.deepstack * (patches // MERGE**2) * sizes.hidden * item
+    return patches * (PATCH_VALUES * item + sizes.vision_hidden * (5 * item + 6 * FLOAT32)) + taps
 
 
 # ---- video VAE

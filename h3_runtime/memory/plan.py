@@ -30,6 +30,7 @@ from ..lora import Lora
 from ..models.attention import CANONICAL, ChunkSizes
 from ..models.video_tiles import TILE, TilePlan, decode_clips
 from ..request import RenderRequest
+from ..text.vision import PATCH_VALUES
 from .moments import FLOAT32, INT64, MODULATIONS, DiTLoad, Moment, denoise_weights, denoise_work, largest
 from .moments_media import (
     decode_moments,
@@ -40,8 +41,8 @@ from .moments_media import (
 )
 from .placement import Placement
 from .probe import GIB, Card, Host
-from .rows import RenderSizes, total_patches
-from .weights import DiTWeights, ModelWeights, dit_of, parts_of, with_loras
+from .rows import RenderSizes
+from .weights import DiTWeights, ModelWeights, TextWeights, dit_of, parts_of, with_loras
 
 MIB = 1 << 20
 CHUNK_LADDER = (CANONICAL, ChunkSizes(4, 1024), ChunkSizes(2, 512), ChunkSizes(1, 256))
@@ -256,25 +257,29 @@ def _tables(load: DiTLoad) -> int:
 def _plan_text(sizes: RenderSizes, weights: ModelWeights, card: Card, host: Host, held: int) -> StagePlan:
     """One pass over the language layers: resident where they all fit, else each read from disk as its turn comes."""
     text, rows = weights.text, sizes.rows_of_text
-    patches = total_patches(sizes.shown)
-    states = rows * text.sizes.hidden * text.itemsize
-    parameters = sum(text.layers) / text.itemsize
-    compute = (
-        2 * rows * parameters + 4 * rows * rows / 2 * text.sizes.query_rows * len(text.layers)
-    ) / card.matmul_rate
-    tower = 2 * patches * text.vision / text.itemsize / card.matmul_rate
-    nbytes = sum(text.layers) + text.embedding + text.vision
-    for resident, ahead in ((True, 0), (False, 2), (False, 1)):
-        peak = largest(text_moments(text, rows, patches, resident, ahead))
-        staging = 0 if resident else (ahead + 1) * max(text.layers)
-        used = held + states + staging + max(text.layers)
+    patches = [count for vision in sizes.shown for count in vision.patches]
+    states = rows * text.sizes.hidden * text.itemsize + sum(patches) * PATCH_VALUES * FLOAT32
+    rate = card.matmul_rate if text.itemsize < FLOAT32 else card.float32_rate
+    layers = 2 * rows * sum(text.layers) / text.itemsize + 2 * rows * rows * text.sizes.query_rows * len(text.layers)
+    tower = 2 * sum(patches) * text.vision / text.itemsize + 4 * sum(n * n for n in patches) * _tower_width(text)
+    nbytes = sum(text.layers) + (text.vision if patches else 0)
+    for rung, ahead in (("resident", 0), ("disk", 2), ("disk", 1)):
+        peak = largest(text_moments(text, rows, patches, rung == "resident", ahead))
+        staging = (ahead + 1) * max(text.layers) if rung == "disk" and not card.is_host else 0
+        used = held + states + text.embedding + staging + max(text.layers)
         if _fits(peak.nbytes, used, card, host):
             break
-    from_disk, over_bus = nbytes / host.disk_rate, nbytes / card.copy_rate
-    times = Times(compute + tower, over_bus, from_disk, max(compute + tower, over_bus, from_disk))
-    how = f"{rows:,} rows" + (f", {patches:,} patches in the vision tower" if patches else "")
-    layers = (len(text.layers), len(text.layers) if resident else 0)
-    return _stage("text", "resident" if resident else "disk", layers, ahead, (peak, used), (1, nbytes, times), how)
+    from_disk, over_bus = (nbytes + text.embedding) / host.disk_rate, nbytes / card.copy_rate
+    compute = (layers + tower) / rate
+    times = Times(compute, over_bus, from_disk, max(compute, over_bus, from_disk))
+    how = f"{rows:,} rows" + (f", {sum(patches):,} patches in the vision tower" if patches else "")
+    kept = (len(text.layers), len(text.layers) if rung == "resident" else 0)
+    return _stage("text", rung, kept, ahead, (peak, used), (1, nbytes, times), how)
+
+
+def _tower_width(text: TextWeights) -> int:
+    """Attention channels of all blocks of the vision tower."""
+    return text.sizes.vision_hidden * text.sizes.vision_depth
 
 
 def _plan_encode(sizes: RenderSizes, weights: ModelWeights, card: Card, host: Host, held: int) -> StagePlan | None:
@@ -445,7 +450,8 @@ def plan_request(
     ``guides.place(request)`` gave, where it has been called already. H3Error for parts that cannot be used."""
     placed = place(request) if placed is None else placed
     dtype = torch.float32 if request.dtype == "float32" else None
-    dit = dit_of(open_dit(parts.dit_for(placed.task).path, dtype, layout))
+    path = parts.dit_for(placed.task).path
+    dit = dit_of(open_dit(path, dtype, layout, quantise=request.quantise, exclude=request.exclude))
     weights = parts_of(parts, with_loras(dit, loras))
     return plan(RenderSizes.of_request(request, placed), weights, card, host, accelerators)
 

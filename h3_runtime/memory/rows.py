@@ -12,7 +12,6 @@ rows. A picture reference at short edge 2048 adds about 7,300 rows to the DiT an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -347,8 +346,3 @@ def _placed_reference(reference: PlacedReference, recipe: str) -> ReferenceSize:
     else:
         vision = clip_vision(shown.shape[2], shown.shape[1], len(shown), bool(sound), recipe)
     return ReferenceSize(ConditionShape(cells, sound, kind=reference.kind), vision)
-
-
-def total_patches(shown: Sequence[Vision]) -> int:
-    """Patches that the vision tower takes in all."""
-    return sum(sum(vision.patches) for vision in shown)
