@@ -514,7 +514,7 @@ def format_lines(results: Results) -> list[str]:
     lines = []
     for result in results:
         value = result["value"]
-        shown = f"{value:.3g}" if abs(value) < 0.01 else f"{value:.3f}"
+        shown = "" if value is None else f"{value:.3g}" if abs(value) < 0.01 else f"{value:.3f}"
         rest = [
             f"{key.replace('_', ' ')} {extra:.2f}" if isinstance(extra, float) else f"{key.replace('_', ' ')} {extra}"
             for key, extra in result.items()

@@ -57,7 +57,7 @@ def bench_quant(config: DiTConfig = CONFIG, rows: int = ROWS, repeat: int = 9) -
     results += [{"name": name, "value": statistics.median(taken), "unit": "s"} for name, taken in seconds.items()]
     results.append({"name": "linears", "value": len(replaced), "unit": "quantised"})
     for choice in choices(torch.device("cpu")):
-        results.append({"name": f"kernel/{choice.op}", "value": choice.backend, "unit": "", "reason": choice.reason})
+        results.append({"name": f"kernel/{choice.op}", "value": None, "unit": choice.backend, "note": choice.reason})
     return results
 
 
