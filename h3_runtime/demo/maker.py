@@ -14,9 +14,9 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
+from ..checkpoint.writer import WORDS, write_safetensors
 from ..geometry import PIXELS_PER_LATENT
 from ..models.audio_vae import AudioVAE, AudioVAEConfig
 from ..models.dit import DiT, DiTConfig
@@ -89,7 +89,9 @@ def _save(
     metadata = {CONFIG_KEY: json.dumps(config.to_dict(), sort_keys=True)}
     if half:
         metadata[PARTITION_KEY] = partition
-    save_file(tensors, path, metadata=metadata)
+    entries = {name: (WORDS[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    # not by safetensors' own writer: it orders several metadata entries differently in every process
+    write_safetensors(path, entries, tensors.items(), metadata)
 
 
 def _seeded(name: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
