@@ -246,7 +246,7 @@ def sample(
         dit,
         layout,
         steps,
-        dit.refine_text(job.text.hidden),
+        _refine(dit, layers, job.text.hidden),
         condition_rows(job, layout, noise),
         accelerators,
         poll,
@@ -285,6 +285,14 @@ def sample(
         resumed_after=resumed if resumed > schedule.start else None,
         stats={accelerator.name: accelerator.stats() for accelerator in accelerators},
     )
+
+
+def _refine(dit: DiT, layers: DiTLayers | None, hidden: Tensor) -> Tensor:
+    """The text rows. A refiner that does not live in the module is there only while this runs."""
+    if layers is None or layers.refiner is None:
+        return dit.refine_text(hidden)
+    with layers.refiner() as blocks:
+        return dit.refine_text(hidden, blocks=run_in_order(blocks))
 
 
 def _take_up(

@@ -46,17 +46,23 @@ from h3_runtime.text.config import TextEncoderConfig
 from h3_runtime.text.encoder import build_module
 
 
+class LayoutsOnly:
+    """A store without bytes."""
+
+    def __init__(self, layouts: Sequence[LayerLayout]):
+        self.layouts = list(layouts)
+
+    def layout(self, layer: int) -> LayerLayout:
+        return self.layouts[layer]
+
+
 class SlotsOnly:
     """A mover whose ring is on the card and is never filled: what streaming costs in memory."""
 
     def __init__(self, layouts: Sequence[LayerLayout], slots: int):
-        self.layouts = list(layouts)
         size = max(layout.nbytes for layout in layouts)
         self.slots = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(slots)]
-        self.views = _ViewCache(self, self.slots)
-
-    def layout(self, layer: int) -> LayerLayout:
-        return self.layouts[layer]
+        self.views = _ViewCache(LayoutsOnly(layouts), self.slots)
 
     def copy(self, layer, slot, after):
         return None
@@ -119,13 +125,6 @@ def on_card(module: nn.Module, prefix: str = "") -> None:
             _put(module, name, torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda"))
 
 
-def let_go(*modules: nn.Module) -> None:
-    """Their tensors leave the card."""
-    for module in modules:
-        for part in module.modules():
-            part._parameters.update(dict.fromkeys(part._parameters))
-
-
 def meta_dit(config: DiTConfig, dtype: torch.dtype) -> DiT:
     with torch.device("meta"):
         dit = DiT(config).eval()
@@ -163,16 +162,27 @@ def place(dit: DiT, placed: Placed) -> DiTLayers:
     for index in range(kept):
         for part in ("norm1", "attn", "norm2", "mlp"):
             on_card(dit, f"blocks.{index}.{part}.")
-    for name in [top for top, _ in dit.named_children() if top != "blocks"]:
+    for name in [
+        name for name, _ in dit.named_parameters() if not name.startswith(("blocks.", "token_refiner.blocks."))
+    ]:
         on_card(dit, name)
+    on_card(dit, "rope.")
     if hasattr(dit, "adaln_t_table"):
         on_card(dit, "adaln_t_table")
     blocks: ResidentLayers | StreamedLayers = ResidentLayers(dit.blocks)
     if kept < config.layers:
         layouts = [LayerLayout.of(block, ("adaln_proj.",)) for block in dit.blocks[kept:]]
         blocks = StreamedLayers(list(dit.blocks), kept, SlotsOnly(layouts, slots), placed.ahead)
+    refiner = list(dit.token_refiner.blocks)
+    if kept == config.layers:
+        on_card(dit, "token_refiner.")
+
+    @contextmanager
+    def brought() -> Iterator[StreamedLayers]:
+        yield StreamedLayers(refiner, 0, SlotsOnly([LayerLayout.of(block) for block in refiner], 2))
+
     projections = StreamedLayers(adaln, 0, SlotsOnly([LayerLayout.of(p) for p in adaln], slots), placed.ahead)
-    return DiTLayers(blocks, projections, placed.chunks)
+    return DiTLayers(blocks, projections, placed.chunks, None if kept == config.layers else brought)
 
 
 # ---- the loop
@@ -256,14 +266,6 @@ def sample_peak(sizes: RenderSizes, config: DiTConfig, placed: Placed, dtype: to
     with no_values_read(steps, schedule) as live:
         made = fake_job(sizes, masks, tags, config.text_dim, dtype)
         layers = place(dit, placed)
-        refine = dit.refine_text
-
-        def refine_and_let_go(hidden: Tensor) -> Tensor:
-            rows = refine(hidden)
-            let_go(dit.token_refiner, dit.condition_proj)
-            return rows
-
-        dit.refine_text = refine_and_let_go
         sampler.sample(dit, made, placed.accelerators, layers=layers)
         return live.peak["cuda"]
 

@@ -107,11 +107,14 @@ def test_the_video_decoder_streams_layer_major(folder):
 
 def test_nothing_of_a_streamed_layer_stays_in_the_module(folder):
     dit, layers = place_dit(open_dit(folder / "dit.safetensors"), Placement("disk"), CPU)
-    assert all(parameter.is_meta for parameter in dit.blocks.parameters())
-    assert not any(p.is_meta for name, p in dit.named_parameters() if not name.startswith("blocks."))
+    hollow = ("blocks.", "token_refiner.blocks.")
+    assert all(p.is_meta == name.startswith(hollow) for name, p in dit.named_parameters())
     assert isinstance(layers.blocks, StreamedLayers) and isinstance(layers.adaln, StreamedLayers)
+    with layers.refiner() as refiner:
+        assert len(refiner) == dit.config.refiner_layers
     dit, layers = place_dit(open_dit(folder / "dit.safetensors"), Placement("resident"), CPU)
     assert isinstance(layers.blocks, ResidentLayers) and dit.blocks[0].adaln_proj.linear.weight.is_meta
+    assert layers.refiner is None
 
 
 def test_bad_placements_are_one_sentence():

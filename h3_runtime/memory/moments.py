@@ -52,7 +52,8 @@ def largest(moments: Iterable[Moment]) -> Moment:
 
 @dataclass(frozen=True)
 class DiTLoad:
-    """What one forward of the DiT works on: sizes, the chunks, and bytes that accelerators hold."""
+    """What one forward of the DiT works on: sizes, the chunks, and bytes that accelerators hold. ``refiner_stays``: its
+    blocks are resident; else they come through a ring for as long as they run."""
 
     weights: DiTWeights
     layout: PackedLayout
@@ -60,6 +61,7 @@ class DiTLoad:
     masked: tuple[bool, bool] = (False, False)  # picture, sound
     chunks: ChunkSizes = CANONICAL
     accelerators: int = 0
+    refiner_stays: bool = False
 
     @staticmethod
     def of(sizes: RenderSizes, weights: DiTWeights, accelerators: Sequence[Accelerator] = ()) -> DiTLoad:
@@ -119,7 +121,7 @@ def refine_moments(load: DiTLoad) -> list[Moment]:
     hidden = rows * config.hidden * item
     held = (
         streams(load),
-        ("refiner", load.weights.refiner),
+        ("refiner", 0 if load.refiner_stays else 2 * max(load.weights.refiner, default=0)),
         ("text condition", rows * config.text_dim * item),
         ("hidden state", hidden),
     )
@@ -270,12 +272,14 @@ def denoise_work(load: DiTLoad) -> list[Moment]:
 
 def denoise_weights(weights: DiTWeights, resident: int, ahead: int) -> tuple[tuple[str, int], ...]:
     """Weights on the card through the stage: the first ``resident`` blocks stay, ``ahead`` layers are copied before
-    their turn. The AdaLN projections come through a ring of their own; the refiner leaves once it has run."""
+    their turn. The AdaLN projections come through a ring of their own; the refiner stays only where all blocks do."""
     blocks = weights.block_bytes
     ring = 0 if resident >= len(blocks) else (ahead + 1) * max(blocks[resident:])
+    refiner = sum(weights.refiner) if resident >= len(blocks) else 0
     return (
         ("weights outside the blocks", weights.rest + weights.lora.rest),
         ("resident blocks", sum(blocks[:resident])),
+        ("resident refiner", refiner),
         ("ring of blocks", ring),
         ("ring of AdaLN projections", (ahead + 1) * weights.adaln),
     )
@@ -283,5 +287,6 @@ def denoise_weights(weights: DiTWeights, resident: int, ahead: int) -> tuple[tup
 
 def denoise_moments(load: DiTLoad, resident: int, ahead: int) -> list[Moment]:
     """Work and weights together."""
+    load = replace(load, refiner_stays=resident >= len(load.weights.blocks))
     placed = denoise_weights(load.weights, resident, ahead)
     return [moment.and_also(*placed) for moment in denoise_work(load)]

@@ -5,6 +5,7 @@
         └─ the other layers ─▶ ram:  built once (transformed, quantised, with their LoRA factors) into flat buffers
                              └▶ disk: read, and transformed where bytes differ, into the ring each time
     AdaLN projections are layers of their own: needed once a render, never resident.
+    The refiner runs once, before the loop: where blocks are streamed it has a ring for as long as it runs.
 
 Skeletons keep their place in the module with meta tensors; what computes are views into a slot. Placement never
 changes a result: the same bytes reach the same operations.
@@ -13,7 +14,8 @@ changes a result: the same bytes reach the same operations.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +32,7 @@ from .streaming import (
     DiTLayers,
     HostMover,
     LayerLayout,
+    LayerStore,
     RamStore,
     ResidentLayers,
     StreamedLayers,
@@ -37,6 +40,7 @@ from .streaming import (
 
 RUNGS = ("resident", "ram", "disk")
 BLOCKS = "blocks."
+REFINER = "token_refiner.blocks."
 ADALN = "adaln_proj."
 DECODER_LAYERS = "decoder.transformer_blocks."
 
@@ -91,19 +95,43 @@ def place_dit(
     for name, dtype in pieces.dtypes.items():  # what is put on it asks the module for its number types
         assign(dit, name, torch.empty(pieces.shapes[name], dtype=dtype, device="meta"))
     prepare(dit)
+    elsewhere = (BLOCKS,) if placement.rung == "resident" else (BLOCKS, REFINER)
     for name in pieces.names():
-        if not name.startswith(BLOCKS):
+        if not name.startswith(elsewhere):
             _put(dit, name, pieces.piece(name, device))
-    for part in (child for name, child in dit.named_children() if f"{name}." != BLOCKS):
-        _move_held(part, device)
+    for name, part in dit.named_children():
+        if not any(prefix.startswith(f"{name}.") for prefix in elsewhere):
+            _move_held(part, device)
     settle_rope(pieces.checkpoint, dit, device)
     prefixes = [f"{BLOCKS}{index}." for index in range(dit.config.layers)]
     projections = [block.adaln_proj for block in dit.blocks]
     adaln = Placement(placement.adaln, ahead=placement.ahead, pin=placement.pin)
-    return dit, DiTLayers(
+    layers = DiTLayers(
         place_layers(pieces, list(dit.blocks), prefixes, placement, device, skip=ADALN),
         place_layers(pieces, projections, [prefix + ADALN for prefix in prefixes], adaln, device),
     )
+    if placement.rung == "resident":
+        return dit, layers
+    return dit, layers._replace(refiner=place_refiner(pieces, dit, device))
+
+
+def place_refiner(
+    pieces: Pieces, dit: DiT, device: torch.device
+) -> Callable[[], AbstractContextManager[StreamedLayers]]:
+    """The refiner's blocks, read from disk while a context of this lasts; no memory is held between."""
+    modules = list(dit.token_refiner.blocks)
+    source = _LayerSource(pieces, modules, [f"{REFINER}{index}." for index in range(len(modules))], "")
+    store = DiskStore(source.layouts, source.read)
+
+    @contextmanager
+    def brought() -> Iterator[StreamedLayers]:
+        mover = _mover(store, len(modules), Placement("disk"), device)
+        try:
+            yield StreamedLayers(modules, 0, mover)
+        finally:
+            mover.close()
+
+    return brought
 
 
 def place_video_vae(
@@ -141,12 +169,15 @@ def place_layers(
         store = RamStore(source.layouts, source.read, pin=placement.pin and device.type == "cuda")
     else:
         store = DiskStore(source.layouts, source.read)
-    slots, layers = placement.ahead + 1, len(source.layouts)
-    if device.type == "cuda":
-        mover = CudaMover(store, layers, slots, device, placement.pin)
-    else:
-        mover = HostMover(store, layers, slots)
+    mover = _mover(store, len(source.layouts), placement, device)
     return StreamedLayers(modules, count, mover, placement.ahead)
+
+
+def _mover(store: LayerStore, layers: int, placement: Placement, device: torch.device) -> CudaMover | HostMover:
+    slots = placement.ahead + 1
+    if device.type == "cuda":
+        return CudaMover(store, layers, slots, device, placement.pin)
+    return HostMover(store, layers, slots)
 
 
 def fill_layer(pieces: Pieces, module: nn.Module, prefix: str, skip: str, device: str | torch.device = "cpu") -> None:

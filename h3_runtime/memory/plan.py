@@ -152,12 +152,13 @@ class _Denoise:
 def _denoise_ways(load: DiTLoad, card: Card, host: Host, held: int) -> list[_Denoise]:
     """The placements of the DiT that fit card and host with these chunks and are as fast as any that do, best first:
     from RAM rather than disk, two layers ahead rather than one, fewer bytes moved."""
-    work = largest(denoise_work(load))
     weights, layers = load.weights, len(load.weights.blocks)
+    resident, streamed = (largest(denoise_work(replace(load, refiner_stays=stays))) for stays in (True, False))
     found = []
     for rung, ahead in (("resident", 1), ("ram", 2), ("ram", 1), ("disk", 2), ("disk", 1)):
         if card.is_host and rung == "ram":
             continue  # the same memory twice
+        work = resident if rung == "resident" else streamed
         for adaln in ("disk",) if load.counts.before_loop else ("ram", "disk"):
             space = host.available - held if card.is_host else room(card.free)
             kept = layers if rung == "resident" else _most_resident(work, weights, ahead, space)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -377,11 +377,13 @@ class StreamedLayers:
 class DiTLayers(NamedTuple):
     """Where a DiT's weights come from while it runs: its ``blocks`` (all but their AdaLN projection) and the
     projections, ``adaln``, which are needed once before the loop (or in every forward, where tables are too big).
-    ``chunks``: the sizes that the blocks work in; smaller than canonical only where those do not fit."""
+    ``chunks``: the sizes that the blocks work in; smaller than canonical only where those do not fit. ``refiner``: a
+    context that brings the refiner's blocks, which run once before the loop; None: they are in the module."""
 
     blocks: ResidentLayers | StreamedLayers
     adaln: ResidentLayers | StreamedLayers
     chunks: ChunkSizes = CANONICAL
+    refiner: Callable[[], AbstractContextManager[StreamedLayers]] | None = None
 
     @staticmethod
     def resident(blocks: Sequence[nn.Module]) -> DiTLayers:

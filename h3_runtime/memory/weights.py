@@ -40,7 +40,7 @@ INTEGER_FORMATS = ("int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8")
 FLOAT, INTEGER, DECODED = "float", "integer", "decoded"  # how a block's matmuls run
 BLOCK = re.compile(r"blocks\.(\d+)\.(.*)")
 ADALN = "adaln_proj."
-TEXT_SIDE = ("token_refiner.", "condition_proj.")  # needed once a request, before the loop
+REFINER = re.compile(r"token_refiner\.blocks\.(\d+)\.")
 LAYER = re.compile(r"language_model\.layers\.(\d+)\.")
 DECODER_LAYER = re.compile(r"decoder\.transformer_blocks\.(\d+)\.")
 BLOCK_LINEARS = ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc2")
@@ -63,8 +63,8 @@ class LoraWeights:
 
 @dataclass(frozen=True)
 class DiTWeights:
-    """A DiT's bytes: ``blocks`` without their AdaLN projections, one such projection (``adaln``), the ``refiner`` with
-    the text projection, and the ``rest``. ``itemsize`` is that of the compute type, ``arithmetic`` how the blocks'
+    """A DiT's bytes: ``blocks`` without their AdaLN projections, one such projection (``adaln``), the blocks of the
+    ``refiner``, and the ``rest``. ``itemsize`` is that of the compute type, ``arithmetic`` how the blocks'
     matmuls run, ``transform`` what is done to a block's bytes between file and device ("" for nothing)."""
 
     config: DiTConfig
@@ -72,7 +72,7 @@ class DiTWeights:
     itemsize: int
     blocks: tuple[int, ...]
     adaln: int
-    refiner: int
+    refiner: tuple[int, ...]
     rest: int
     largest: int
     arithmetic: str = FLOAT
@@ -219,13 +219,13 @@ def _sorted_dit(
 ) -> DiTWeights:
     blocks: list[list[int]] = [[] for _ in range(config.layers)]
     adaln: list[list[int]] = [[] for _ in range(config.layers)]
-    refiner = rest = 0
+    refiner: list[list[int]] = [[] for _ in range(config.refiner_layers)]
+    rest = 0
     for tensor, size in sizes.items():
-        match = BLOCK.match(tensor)
-        if match:
+        if match := BLOCK.match(tensor):
             (adaln if match[2].startswith(ADALN) else blocks)[int(match[1])].append(size)
-        elif tensor.startswith(TEXT_SIDE):
-            refiner += size
+        elif match := REFINER.match(tensor):
+            refiner[int(match[1])].append(size)
         else:
             rest += size
     return DiTWeights(
@@ -234,7 +234,7 @@ def _sorted_dit(
         itemsize,
         tuple(aligned(block) for block in blocks),
         max(aligned(projection) for projection in adaln),
-        refiner,
+        tuple(aligned(block) for block in refiner),
         rest,
         max(sizes.values()),
         *run,

@@ -18,7 +18,7 @@ points, and the AdaLN linears take those k values as they are, without SiLU and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -302,13 +302,21 @@ class DiT(nn.Module):
         """Where the DiT computes; its blocks may live elsewhere."""
         return self.final_layer.norm.weight.device
 
-    def refine_text(self, hidden: Tensor, attention: AttentionCall = dense_attention) -> Tensor:
-        """Text condition [L, text_dim] -> text rows [L, hidden] in the compute dtype. Once per request."""
+    def refine_text(
+        self,
+        hidden: Tensor,
+        attention: AttentionCall = dense_attention,
+        blocks: Iterable[Callable] | None = None,
+    ) -> Tensor:
+        """Text condition [L, text_dim] -> text rows [L, hidden] in the compute dtype. Once per request.
+
+        ``blocks`` are the refiner's, in order, where they do not live in the module (streamed weights).
+        """
         hidden = hidden.to(self.device, self.dtype)
         h = torch.empty(hidden.shape[0], self.config.hidden, dtype=hidden.dtype, device=self.device)
         for start, stop in row_chunks(0, hidden.shape[0]):
             h[start:stop] = self.condition_proj(hidden[start:stop])
-        for index, block in enumerate(self.token_refiner.blocks):
+        for index, block in enumerate(self.token_refiner.blocks if blocks is None else blocks):
             block(index, h, attention)
         return self.token_refiner.final_norm(h)
 
