@@ -1,0 +1,297 @@
+"""Graphs in the form of ComfyUI's API: every node of ours with the least and with all of its inputs, and refusals.
+
+loaders() ─▶ prompted() ─▶ + sampler() ─▶ + decode() or saved()        96x64, 22 frames, 2 steps
+"""
+
+from __future__ import annotations
+
+CARRIED = "small carried model"
+FOR_REFERENCES = "small carried model for references"
+
+
+def node(class_type: str, **inputs) -> dict:
+    """One node of a graph in the API's form; a link is [node id, output]."""
+    return {"class_type": class_type, "inputs": inputs}
+
+
+def loaders(model: str = CARRIED) -> dict:
+    """The small model's loaders, an empty latent of 96x64 with 22 frames, and media of that size."""
+    return {
+        "model": node("H3RuntimeLoadModel", model=model),
+        "clip": node("H3RuntimeLoadTextEncoder", text_encoder=CARRIED),
+        "vaes": node("H3RuntimeLoadVaes", video_vae=CARRIED, audio_vae=CARRIED),
+        "empty": node("H3RuntimeEmptyLatent", width=96, height=64, frames=22),
+        "media": node("H3RuntimeSampleMedia", width=96, height=64, frames=22),
+    }
+
+
+def prompted(prompt: str = "a red ball", model: str = CARRIED) -> dict:
+    return {**loaders(model), "prompt": node("H3RuntimeEncodePrompt", clip=["clip", 0], prompt=prompt)}
+
+
+def sampler(positive: str = "prompt", latent: str = "empty", **widgets) -> dict:
+    given = {"seed": 3, "steps": 2, **widgets}
+    return node("H3RuntimeSampler", model=["model", 0], positive=[positive, 0], latent=[latent, 0], **given)
+
+
+def decode(latent: str = "sampler", prefix: str = "clip") -> dict:
+    return node(
+        "H3RuntimeDecodeAndSave",
+        latent=[latent, 0],
+        video_vae=["vaes", 0],
+        audio_vae=["vaes", 1],
+        filename_prefix=prefix,
+    )
+
+
+def saved(latent: str = "sampler", prefix: str = "latent") -> dict:
+    return node("H3RuntimeSaveLatent", latent=[latent, 0], filename_prefix=prefix)
+
+
+def minimal_graphs() -> dict[str, dict]:
+    base = prompted()
+    clip = {"encoded": node("H3RuntimeEncodeClip", video_vae=["vaes", 0], audio_vae=["vaes", 1], images=["media", 1])}
+    framed = node(
+        "H3RuntimeFirstLastFrame",
+        clip=["clip", 0],
+        video_vae=["vaes", 0],
+        latent=["empty", 0],
+        prompt="a ball",
+        first_frame=["media", 0],
+    )
+    return {
+        "render": {**base, "sampler": sampler(), "save": decode()},
+        "frames": {
+            **base,
+            "framed": framed,
+            "guided": node(
+                "H3RuntimeAddGuide",
+                positive=["framed", 0],
+                latent=["empty", 0],
+                video_vae=["vaes", 0],
+                image=["media", 0],
+            ),
+            "sampler": sampler("guided"),
+            "images": node("H3RuntimeDecodeVideo", latent=["sampler", 0], video_vae=["vaes", 0]),
+            "sound": node("H3RuntimeDecodeSound", latent=["sampler", 0], audio_vae=["vaes", 1]),
+            "save": node("H3RuntimeSaveVideo", images=["images", 0]),
+            "heard": node("PreviewAudio", audio=["sound", 0]),
+        },
+        "masks": {
+            **base,
+            **clip,
+            "masked": node("H3RuntimeNoiseMasks", latent=["encoded", 0], mask=["media", 3]),
+            "sampler": sampler("prompt", "masked"),
+            "save": saved(),
+            "grid": node("PreviewImage", images=["masked", 1]),
+        },
+        "longer": {
+            **base,
+            "sampler": sampler(),
+            "next": node("H3RuntimeExtendClip", latent=["sampler", 0], seconds=0.7),
+            "second": sampler("prompt", "next"),
+            "joined": node("H3RuntimeJoinClips", first=["sampler", 0], second=["second", 0]),
+            "save": decode("joined"),
+        },
+        "apart": {
+            **base,
+            "sampler": sampler(),
+            "split": node("H3RuntimeSplitLatent", latent=["sampler", 0]),
+            "together": node("H3RuntimeJoinLatent", picture=["split", 0], sound=["split", 1]),
+            "save": decode("together"),
+            "kept": node("H3RuntimeSavePrompt", positive=["prompt", 0]),
+        },
+        "references": {
+            **loaders(FOR_REFERENCES),
+            "prompt": node(
+                "H3RuntimeReferences",
+                clip=["clip", 0],
+                video_vae=["vaes", 0],
+                latent=["empty", 0],
+                prompt="as in <Picture 1>",
+                recipe="comfy",  # the reference's own recipe enlarges pictures to 2048 pixels: minutes on a CPU
+                **{"images.image_0": ["media", 0]},
+            ),
+            "sampler": sampler(),
+            "save": decode(),
+        },
+        "files": {
+            **loaders(),
+            "one": node("CreateVideo", images=["media", 1], audio=["media", 2], fps=24.0),
+            "save": node("H3RuntimeJoinVideoFiles", **{"videos.video_0": ["one", 0]}),
+        },
+    }
+
+
+def full_graphs() -> dict[str, dict]:
+    everything = {
+        "model": node(
+            "H3RuntimeLoadModel", model=CARRIED, precision="float32", layout="comfyui", quantise="no", place="ram"
+        ),
+        "clip": node("H3RuntimeLoadTextEncoder", text_encoder=CARRIED, precision="float32"),
+        "empty": node("H3RuntimeEmptyLatent", seconds=1.6, ratio="3:2", megapixels=0.006, width=0, height=0, frames=0),
+        "media": node("H3RuntimeSampleMedia", width=96, height=64, frames=39),
+        "video": node("CreateVideo", images=["media", 1], audio=["media", 2], fps=24.0),
+    }
+    settings = {"denoise": 1.0, "start_step": 0, "stop_step": 0, "video_shift": 6.0, "audio_shift": 2.0}
+    return {
+        "guides": {
+            **loaders(),
+            **everything,
+            "framed": node(
+                "H3RuntimeFirstLastFrame",
+                clip=["clip", 0],
+                video_vae=["vaes", 0],
+                latent=["empty", 0],
+                prompt="He says: <d>[English] Hello.</d>",
+                first_frame=["media", 0],
+                last_frame=["media", 0],
+                recipe="comfy",
+            ),
+            "guided": node(
+                "H3RuntimeAddGuide",
+                positive=["framed", 0],
+                latent=["empty", 0],
+                at="seconds",
+                frame=0,
+                seconds=0.5,
+                strength=0.5,
+                video_vae=["vaes", 0],
+                audio_vae=["vaes", 1],
+                image=["media", 1],
+                audio=["media", 2],
+                fps=30.0,
+                recipe="reference",
+            ),
+            "again": node(
+                "H3RuntimeAddGuide",
+                positive=["guided", 0],
+                latent=["empty", 0],
+                frame=-1,
+                video_vae=["vaes", 0],
+                audio_vae=["vaes", 1],
+                video=["video", 0],
+            ),
+            "sampler": sampler("again", frames=39, resume=False, **settings),
+            "images": node("H3RuntimeDecodeVideo", latent=["sampler", 0], video_vae=["vaes", 0]),
+            "sound": node("H3RuntimeDecodeSound", latent=["sampler", 0], audio_vae=["vaes", 1]),
+            "save": node(
+                "H3RuntimeSaveVideo",
+                images=["images", 0],
+                audio=["sound", 0],
+                latent=["sampler", 0],
+                filename_prefix="full/clip",
+                crf=20,
+                lossless=False,
+                fps=24.0,
+            ),
+            "kept": node("H3RuntimeSavePrompt", positive=["framed", 0], filename_prefix="full/prompt"),
+        },
+        "masks": {
+            **loaders(),
+            "prompt": node("H3RuntimeEncodePrompt", clip=["clip", 0], prompt="rain"),
+            "video": node("CreateVideo", images=["media", 1], audio=["media", 2], fps=24.0),
+            "encoded": node(
+                "H3RuntimeEncodeClip",
+                video_vae=["vaes", 0],
+                audio_vae=["vaes", 1],
+                video=["video", 0],
+                size_of=["empty", 0],
+                fps=24.0,
+            ),
+            "masked": node(
+                "H3RuntimeNoiseMasks",
+                latent=["encoded", 0],
+                picture="mask",
+                sound="ranges",
+                sound_text="0.1-0.3,0.5-0.6",
+                sound_feather=0.05,
+                mask=["media", 3],
+            ),
+            "sampler": sampler("prompt", "masked"),
+            "save": saved(prefix="full/latent"),
+            "file": node(
+                "H3RuntimeDecodeAndSave",
+                latent=["sampler", 0],
+                video_vae=["vaes", 0],
+                audio_vae=["vaes", 1],
+                filename_prefix="full/clip",
+                crf=18,
+                lossless=True,
+            ),
+        },
+        "references": {
+            **loaders(FOR_REFERENCES),
+            "long": node("H3RuntimeSampleMedia", width=96, height=64, frames=56),
+            "video": node("CreateVideo", images=["long", 1], audio=["long", 2], fps=24.0),
+            "prompt": node(
+                "H3RuntimeReferences",
+                clip=["clip", 0],
+                video_vae=["vaes", 0],
+                audio_vae=["vaes", 1],
+                latent=["empty", 0],
+                prompt="<Picture 1> in <Video 1> and <Video 2>, voice of <Audio 3>",
+                recipe="comfy",
+                soundtracks=True,
+                **{
+                    "images.image_0": ["media", 0],
+                    "videos.video_0": ["video", 0],
+                    "videos.video_1": ["long", 1],
+                    "video_sounds.video_sound_1": ["long", 2],
+                    "sounds.sound_0": ["media", 2],
+                },
+            ),
+            "sampler": sampler(),
+            "save": decode(),
+        },
+        "files": {
+            **loaders(),
+            "one": node("CreateVideo", images=["media", 1], audio=["media", 2], fps=24.0),
+            "two": node("CreateVideo", images=["media", 1], fps=12.0),
+            "save": node(
+                "H3RuntimeJoinVideoFiles",
+                filename_prefix="full/joined",
+                crf=16,
+                lossless=False,
+                **{"videos.video_0": ["one", 0], "videos.video_1": ["two", 0]},
+            ),
+        },
+    }
+
+
+def refusals() -> dict[str, tuple[dict, str]]:
+    base = {**prompted(), "sampler": sampler(), "save": decode()}
+    swapped = {**base, "save": decode()}
+    swapped["save"]["inputs"] |= {"video_vae": ["vaes", 1], "audio_vae": ["vaes", 0]}
+    slow = {
+        **base,
+        "images": node("H3RuntimeDecodeVideo", latent=["sampler", 0], video_vae=["vaes", 0]),
+        "save": node("H3RuntimeSaveVideo", images=["images", 0], fps=30.0),
+    }
+    wrong = node(
+        "H3RuntimeReferences",
+        clip=["clip", 0],
+        video_vae=["vaes", 0],
+        latent=["empty", 0],
+        prompt="<Picture 1>",
+        recipe="comfy",
+        **{"images.image_0": ["media", 0]},
+    )
+    return {
+        "batch": ({**base, "empty": node("EmptyLatentImage", width=96, height=64, batch_size=2)}, "2 clips"),
+        "empty with a mask": (
+            {**base, "masked": node("SetLatentNoiseMask", samples=["empty", 0], mask=["media", 3]),
+             "sampler": sampler("prompt", "masked")},
+            "the latent is empty",
+        ),
+        "denoise of nothing": ({**base, "sampler": sampler(denoise=0.5)}, "denoise 0.5 starts from a clip"),
+        "swapped VAEs": (swapped, "the other output of H3 Load VAEs"),
+        "another rate": (slow, "24"),
+        "references on FL2VA": ({**base, "prompt": wrong}, "Ref2VA"),
+        "guide past the end": (
+            {**base, "guided": node("H3RuntimeAddGuide", positive=["prompt", 0], latent=["empty", 0], frame=400,
+                                    video_vae=["vaes", 0], image=["media", 0]), "sampler": sampler("guided")},
+            "frames 0 to 21",
+        ),
+        "decode of nothing": ({**base, "save": decode("empty")}, "never rendered"),
+    }  # fmt: skip
