@@ -558,5 +558,7 @@ def test_a_request_is_planned_on_a_model_folder(model, capsys):
     assert len(plan_results(made)) > 40
     assert main(["plan", "--model", str(model), "--size", "96x64", "--frames", "22"]) == 0
     assert "fits: about" in capsys.readouterr().out
-    tiny = plan_request(request, find_parts(model), replace(probe_cpu(host)), replace(host, available=1 << 20))
+    smaller = plan_request(replace(request, quantise="int8"), find_parts(model), probe_cpu(host), host)
+    assert smaller.stage("denoise").resident_bytes < made.stage("denoise").resident_bytes
+    tiny = plan_request(request, find_parts(model), probe_cpu(host), replace(host, available=1 << 20))
     assert "GiB of memory" in tiny.refusal
