@@ -21,14 +21,22 @@ from torch import Tensor
 
 from . import __version__
 from .checkpoint.info import CheckpointInfo
+from .checkpoint.load import open_dit
 from .checkpoint.opening import find_partition, open_checkpoint, wrong_partition
 from .checkpoint.parts import DiTPath, PartPaths
 from .errors import H3Error
 from .fidelity import Fidelity, compose
 from .guides import place
-from .job import RenderJob, TextCondition
+from .job import Plan, RenderJob, TextCondition
 from .lora import Lora
-from .model import Loading, Models
+from .memory.placement import Placement
+from .memory.plan import plan
+from .memory.plan_lines import gib
+from .memory.probe import Card, Host, probe_card, probe_cpu, probe_host
+from .memory.rows import RenderSizes
+from .memory.weights import dit_of, parts_of, with_loras
+from .model import RESIDENT, Loading, Models
+from .models.attention import ChunkSizes
 from .pressure import sample_under_pressure
 from .recovery import RecoveryFolder
 from .render import RenderResult, condition_text, encode, label, run_fingerprint
@@ -67,6 +75,7 @@ class Part:
         self.kind, self.path, self.partition, self.loras = kind, path, partition, loras
         self._models = models
         self.size = 0  # bytes of its files
+        self.planned_rows = 0  # the longest sequence that the plan has placed this DiT for
         self.root: Part = self  # the part without LoRAs, which shares the weights
         self.evictable = None  # a host's note of the root, kept as long as it
 
@@ -205,6 +214,49 @@ class Part:
         return plan.warnings(self.partition, job.num_forwards, job.video_shift, job.audio_shift)
 
 
+def plan_sizes(
+    dit: Part, sizes: RenderSizes, others: Iterable[Part] = (), vram_gib: float = 0.0, ram_gib: float = 0.0
+) -> Plan:
+    """What a render of these sizes takes with this DiT, before any weights are read.
+
+    ``others``: the parts beside it, where they are known (else the release's sizes). ``vram_gib``, ``ram_gib``: plan
+    for another machine; 0: this one.
+    """
+    models = dit.models
+    how, path = models.loading, models.parts.dits[0].path
+    opened = open_dit(path, models.dtype, models.layout, quantise=how.quantise, exclude=how.exclude)
+    paths = {part.kind: part.path for part in others}
+    parts = PartPaths(dits=models.parts.dits, tokenizer=None, **{kind: paths.get(kind) for kind in KINDS[1:]})
+    weights = parts_of(parts, with_loras(dit_of(opened), dit.loras))
+    host = Host.given(ram_gib) if ram_gib else probe_host().with_disk(path)
+    card = probe_card(dit.device) if dit.device.type == "cuda" else None
+    if vram_gib:
+        card = Card.given(vram_gib, card)
+    return plan(sizes, weights, card or probe_cpu(host), host)
+
+
+def settle_placement(dit: Part, job: RenderJob) -> list[str]:
+    """On a card, where nobody said how to place the DiT: have the plan say it, before any weights are read. What is
+    loaded stays while no longer sequence is asked for. H3Error with what would fit when the job does not."""
+    models, root = dit.models, dit.root
+    settled = models.loading.placement is not None and not root.planned_rows
+    if settled or dit.device.type != "cuda":
+        return []
+    sizes = RenderSizes.of_job(job)
+    rows = sizes.layout().num_rows
+    if dit.loaded and rows <= root.planned_rows:
+        return []
+    dit.release()
+    made = plan_sizes(dit, sizes)
+    if not made.fits:
+        raise H3Error(made.refusal)
+    stage = made.stage("denoise")
+    placement = Placement(stage.rung, stage.resident, max(stage.ahead, 1), stage.adaln or "disk", stage.pinned)
+    models.loading = replace(models.loading, placement=placement, chunks=ChunkSizes(*made.chunks))
+    root.planned_rows = rows
+    return [f"the plan: {placement}, {gib(made.vram)} of {gib(made.free_vram)}", *made.notes]
+
+
 def _vocabulary_for(encoder: Path, otherwise: str | Path | None) -> Path | None:
     """The folder beside the encoder, else ``otherwise``. H3Error where neither has one."""
     try:
@@ -301,6 +353,7 @@ def run_job(
     """
     began = time.perf_counter()
     dit.check(job)
+    planned = settle_placement(dit, job)
     dit.load(job.task)
     loaded = time.perf_counter()
     models, run = dit.models, None
@@ -309,7 +362,7 @@ def run_job(
         run = recovery.run(job.fingerprint(*made_by), job.canvas, task=job.task, prompt=request.prompt, seed=job.seed)
     sampled, placement, stepped = sample_under_pressure(
         partial(models.place_dit, job.task),
-        models.loading.placement,
+        models.loading.placement or RESIDENT,
         job,
         run,
         progress=watcher.progress,
@@ -317,7 +370,7 @@ def run_job(
         watch=watcher.watch,
     )
     done = time.perf_counter()
-    notes = [*origin.notes, *dit.described(), *dit.warnings(job), *stepped]
+    notes = [*origin.notes, *planned, *dit.described(), *dit.warnings(job), *stepped]
     if warning := wrong_partition(dit.partition, job.task):
         notes.append(warning)
     if sampled.resumed_after is not None:
@@ -339,6 +392,7 @@ def run_job(
             **sampled.stats,
         },
         recovery=run,
+        loras=None if models.lora_plan is None else models.lora_plan.describe(),
         device=str(dit.device),
         dtype=dit.models.cast_to,
         record=None if origin.condition is None else origin.condition.record,

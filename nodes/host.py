@@ -306,18 +306,6 @@ def compute_device() -> torch.device:
     return torch.device(management.get_torch_device())
 
 
-def fitting_device(nbytes: int) -> tuple[torch.device, str | None]:
-    """The compute device, or the CPU with a sentence for weights that its memory cannot hold."""
-    device = compute_device()
-    if device.type == "cpu":
-        return device, None
-    room = management.get_total_memory(device)
-    if nbytes <= 0.9 * room:
-        return device, None
-    size, have = nbytes / 2**30, room / 2**30
-    return torch.device("cpu"), f"its {size:.1f} GiB of weights do not fit the card's {have:.1f}: it runs on the CPU"
-
-
 def make_room(nbytes: int, device: torch.device) -> None:
     """Ask the host to let other models go until ``nbytes`` are free on ``device``."""
     if device.type == "cpu":
@@ -326,10 +314,6 @@ def make_room(nbytes: int, device: torch.device) -> None:
         management.free_memory(nbytes, device)
     except Exception as error:
         _once("freeing other models' memory", error)
-
-
-def prompt_device() -> torch.device:
-    return torch.device(management.text_encoder_device())
 
 
 class _Weights:

@@ -79,7 +79,6 @@ def open_part(kind: str, name: str, precision: str = "as stored", layout: str = 
     path = path_of(kind, name)
     if path is None:
         raise H3Error(host.missing_file(FOLDERS[kind][0], name))
-    notes = []
     if name in (CARRIED, CARRIED_REFERENCES) and precision == "as stored" and host.compute_device().type == "cpu":
         precision = "float32"  # bf16 on a CPU is slow, and this model has nothing to lose
     part = Part.open(
@@ -91,10 +90,8 @@ def open_part(kind: str, name: str, precision: str = "as stored", layout: str = 
         embedding_folders=host.embedding_folders() if kind == "text_encoder" else (),
         loading=loading,
     )
-    device, note = host.fitting_device(part.size)
-    part.place(device)
-    notes.append(f"{part.name}: {part.size / 2**30:.2f} GiB, {precision}, on {device}; read when it is first needed")
-    return part, [*notes, *([note] if note else [])]
+    part.place(host.compute_device())
+    return part, [f"{part.name}: {part.size / 2**30:.2f} GiB, {precision}, for {part.device}; read when it is needed"]
 
 
 def file_stamp(kind: str, name: str | None) -> str:
@@ -168,8 +165,7 @@ class LoadModel(Node):
     def execute(cls, model, precision="as stored", layout="detect", quantise="no", place="auto"):
         from ..h3_runtime import Loading, Placement
 
-        rung = "resident" if place == "auto" else place
-        placement = Placement(rung, adaln="resident" if rung == "resident" else rung)
+        placement = None if place == "auto" else Placement(place, adaln=place)
         loading = Loading(quantise=None if quantise == "no" else quantise, placement=placement)
         part, notes = open_part("dit", model, precision, layout, loading)
         partition = {

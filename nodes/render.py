@@ -157,6 +157,7 @@ class Sampler(Node):
         made = make_job(positive, latent, settings, model)
         model.check(made.job)
         host.show_text(cls, "loading the model")
+        planned = place_model(model, made.job)
         dit = load_part(model, made.job.task)
         watcher = RunWatcher(cls, made.job.schedule.num_forwards, dit.config.layers)
         result = run_job(
@@ -176,11 +177,20 @@ class Sampler(Node):
             source=None if result.finished else made.job.source,
             overlap=None if carried is None else carried.overlap,
         )
-        notes = [*result.notes, times(result)]
+        notes = [*planned, *result.notes, times(result)]
         title = result.fidelity.title
         report = "\n".join([title, *notes])
         ui = {"h3_fidelity": [result.fidelity.to_dict()]}
         return cls.report(notes, given, report, label=title, ui=ui)
+
+
+def place_model(model, job) -> list[str]:
+    """Have the plan place the DiT, after the host's other models have left the card; sentences about it."""
+    from ..h3_runtime import settle_placement
+
+    if not model.loaded:
+        host.make_room(model.size, model.device)
+    return settle_placement(model, job)
 
 
 class RunWatcher:

@@ -60,7 +60,12 @@ def minimal_graphs() -> dict[str, dict]:
         first_frame=["media", 0],
     )
     return {
-        "render": {**base, "sampler": sampler(), "save": decode()},
+        "render": {
+            **base,
+            "sampler": sampler(),
+            "save": decode(),
+            "plan": node("H3RuntimeMemoryPlan", model=["model", 0], latent=["empty", 0]),
+        },
         "frames": {
             **base,
             "framed": framed,
@@ -186,6 +191,17 @@ def full_graphs() -> dict[str, dict]:
                 fps=24.0,
             ),
             "kept": node("H3RuntimeSavePrompt", positive=["framed", 0], filename_prefix="full/prompt"),
+            "plan": node(
+                "H3RuntimeMemoryPlan",
+                model=["model", 0],
+                latent=["empty", 0],
+                positive=["again", 0],
+                video_vae=["vaes", 0],
+                audio_vae=["vaes", 1],
+                steps=2,
+                vram_gib=24.0,
+                ram_gib=64.0,
+            ),
         },
         "masks": {
             **loaders(),
