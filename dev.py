@@ -54,6 +54,10 @@ PINS = (
     "psutil==7.2.2",
 )
 
+# The reference resamples sound with torchaudio. It is installed beside torch without its dependencies, because its own
+# list would ask for another torch.
+ALONE = ("torchaudio==2.11.1",)
+
 # Runs a module as `python -m` does, with this folder first on the path: an embedded Python ignores both PYTHONPATH
 # and the current folder.
 LAUNCH = (
@@ -183,7 +187,15 @@ def missing_here(requirements: list[str], version=installed_version) -> list[str
 
 
 def pip_install(python: list[str], requirements: list[str], log: Path) -> None:
-    """Install with pip; its whole output goes to ``log``, large downloads are named. Raises ``Stop`` when pip fails."""
+    """Install with pip, what is in ``ALONE`` without its dependencies. Raises ``Stop`` when pip fails."""
+    run_pip(python, [requirement for requirement in requirements if requirement not in ALONE], log)
+    alone = [requirement for requirement in requirements if requirement in ALONE]
+    if alone:
+        run_pip(python, ["--no-deps", *alone], log.with_name("pip-alone.log"))
+
+
+def run_pip(python: list[str], requirements: list[str], log: Path) -> None:
+    """One pip install; its whole output goes to ``log``, large downloads are named. Raises ``Stop`` when pip fails."""
     start = time.perf_counter()
     options = ["--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--no-compile"]
     command = [*python, "-m", "pip", "install", *options, *requirements]
@@ -290,7 +302,9 @@ def ready(request: Request) -> list[str]:
     if request.here:
         return ready_here(request)
     wanted = [f"torch=={request.torch}", *PINS]
-    return ready_venv(VENV, wanted + (test_tools() if request.command != "demo" else []))
+    tools = [] if request.command == "demo" else test_tools()
+    alone = list(ALONE) if request.command == "test" else []
+    return ready_venv(VENV, wanted + tools + alone)
 
 
 # ---- the work
