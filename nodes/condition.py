@@ -22,7 +22,7 @@ from .conditioning import (
 )
 from .media import take_clip, take_frames, take_media, take_sound
 from .sockets import CATEGORY, Node, io
-from .stand_ins import EncoderAsClip, encode_with_clip, part_of
+from .stand_ins import EncoderAsClip, encode_with_clip, is_ours, part_of
 
 FOLDER = f"{CATEGORY}/condition"
 SUFFIX = ".h3-condition.safetensors"
@@ -56,7 +56,7 @@ def encode_request(request, clip, saved, video_vae=None, audio_vae=None):
     models = GraphModels(text_encoder=ours, **given)
     carried = None if saved is None else saved[0][1].get(KEY)
     placement, job = encode_media(request, models)
-    notes = list(placement.notes)
+    notes, foreign = list(placement.notes), any_foreign(video_vae, audio_vae)
     if carried is not None:
         refuse_other(carried.made, "the saved prompt", request.prompt, request.recipe, placement.shown)
         made, infos = carried.made, {**carried.infos, **models.infos}
@@ -66,16 +66,21 @@ def encode_request(request, clip, saved, video_vae=None, audio_vae=None):
     else:
         conditioning, said = encode_with_clip(clip, request.prompt, items=host_items(placement.shown))
         text = TextCondition(conditioning[0][0][0].clone(), conditioning[0][1][TAGS].clone())
-        _keep_pictures(conditioning, job, request)
+        _keep_pictures(conditioning, job, request, foreign)
         return conditioning, [*notes, *said, f"{len(text.tags)} rows, encoded by ComfyUI's CLIP"]
-    return give_condition(made, infos, job, request), [*notes, *made.text.notes]
+    return give_condition(made, infos, job, request, foreign), [*notes, *made.text.notes]
 
 
-def _keep_pictures(conditioning: list, job, request) -> None:
+def any_foreign(*vaes) -> bool:
+    """Whether one of the connected VAEs is not ours."""
+    return any(vae is not None and not is_ours(vae) for vae in vaes)
+
+
+def _keep_pictures(conditioning: list, job, request, foreign: bool) -> None:
     """Put the job's keyframes and references into a CONDITIONING of the host's CLIP."""
     from ..h3_runtime import MadeCondition
 
-    ours = give_condition(MadeCondition(job.text, _NoRecord()), {}, job, request)[0][1]
+    ours = give_condition(MadeCondition(job.text, _NoRecord()), {}, job, request, foreign)[0][1]
     for key in (KEYFRAMES, REFERENCES):
         if key in ours:
             conditioning[0][1][key] = ours[key]
@@ -311,7 +316,8 @@ class AddGuide(Node):
         held = [] if guide.video is None else [f"{guide.video.shape[2]} latents of picture"]
         held += [] if guide.audio is None else [f"{guide.audio.shape[3]} of sound"]
         notes += [*placement.notes, f"{media.name} at frame {guide.frame_index}: {', '.join(held)}"]
-        entry = give_guide(guide, CarriedGuide(past(media), strength))
+        foreign = any_foreign(options.get("video_vae"), options.get("audio_vae"))
+        entry = give_guide(guide, CarriedGuide(past(media), strength, foreign=foreign))
         return cls.report(notes, add_guide(positive, entry))
 
     @staticmethod

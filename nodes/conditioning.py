@@ -40,11 +40,13 @@ class CarriedPrompt:
 
 @dataclass(frozen=True)
 class CarriedGuide:
-    """Rides in a keyframe of ours: ``media`` (PastMedia), its ``strength``, whether it stands in the prompt too."""
+    """Rides in a keyframe of ours: ``media`` (PastMedia), its ``strength``, whether it stands in the prompt too, and
+    whether another program's VAE encoded it."""
 
     media: Any
     strength: float = 1.0
     keyframe: bool = False
+    foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class CarriedReference:
     media: Any
     kind: str
     sound: bool = True
+    foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,11 @@ def past(media) -> Any:
     return PastMedia(name=media.name, digest=media.sha256)
 
 
-def give_condition(made, infos: dict, job=None, request=None) -> list:
-    """Text rows, with the guides and references of ``job`` (as ``request`` asked for them), as CONDITIONING."""
+def give_condition(made, infos: dict, job=None, request=None, foreign: bool = False) -> list:
+    """Text rows, with the guides and references of ``job`` (as ``request`` asked for them), as CONDITIONING.
+
+    ``foreign``: another program's VAE encoded those.
+    """
     hidden = made.text.hidden
     values = {"pooled_output": None, TAGS: made.text.tags}
     values[KEY] = CarriedPrompt(hidden, made, dict(infos), made.record.recipe)
@@ -93,13 +99,13 @@ def give_condition(made, infos: dict, job=None, request=None) -> list:
     if job is None:
         return conditioning
     keyframes = [media for media in (request.first_frame, request.last_frame) if media is not None]
-    carried = [CarriedGuide(past(media), keyframe=True) for media in keyframes]
+    carried = [CarriedGuide(past(media), keyframe=True, foreign=foreign) for media in keyframes]
     assert len(carried) == len(job.guides), "guides of the middle are added one by one"
     if job.guides:
         values[KEYFRAMES] = [give_guide(guide, mark) for guide, mark in zip(job.guides, carried)]
     if job.references:
         values[REFERENCES] = [
-            _give_reference(reference, CarriedReference(past(asked.media), asked.kind, asked.sound))
+            _give_reference(reference, CarriedReference(past(asked.media), asked.kind, asked.sound, foreign))
             for reference, asked in zip(job.references, request.references)
         ]
     return conditioning
@@ -232,6 +238,8 @@ def _take_guides(values: dict, canvas):
             foreign.append(name)
             stands_at_an_end = video is not None and video.shape[2] == 1 and index in (0, canvas.num_frames - 1)
             mark = CarriedGuide(PastMedia(name=name, digest=_digest(video, audio)), keyframe=stands_at_an_end)
+        elif mark.foreign:
+            foreign.append(mark.media.name)
         found.append((Guide(index, video, audio, mark.strength, mark.keyframe, mark.media.name), mark))
     # The order of CLI and API: keyframes first, then by frame and content, so that chaining order moves no noise.
     found.sort(key=lambda pair: _order(*pair))
@@ -260,6 +268,8 @@ def _take_references(values: dict):
             foreign.append(name)
             asked_kind = {"video_audio": "video"}.get(kind, kind)
             mark = CarriedReference(PastMedia(name=name, digest=_digest(video, audio)), asked_kind, audio is not None)
+        elif mark.foreign:
+            foreign.append(mark.media.name)
         references.append(Reference(kind, video, audio, mark.media.name))
         asked.append(ReferenceRequest(mark.kind, mark.media, mark.sound))
     return tuple(references), tuple(asked), foreign

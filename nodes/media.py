@@ -64,6 +64,8 @@ def take_clip(frames: Tensor, fps: float, name: str, notes: list[str]):
 
 def video_file(video) -> Path | None:
     """The whole file behind a VIDEO; None when it is in memory, or a part of a file."""
+    if isinstance(video, (str, Path)):
+        return Path(video)
     source = getattr(video, "get_stream_source", lambda: None)()
     window = getattr(video, "get_active_trim_window", lambda: (0.0, 0.0))()
     if isinstance(source, (str, Path)) and not any(window) and Path(source).is_file():

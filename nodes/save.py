@@ -280,8 +280,6 @@ def as_take(video, number: int):
     """A VIDEO as a file to join: the file behind it, or one written for it in the host's temporary folder."""
     from ..h3_runtime import Take
 
-    if isinstance(video, str):
-        return Take(video)
     path = video_file(video)
     if path is not None:
         return Take(path)

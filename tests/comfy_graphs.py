@@ -128,7 +128,7 @@ def minimal_graphs() -> dict[str, dict]:
     }
 
 
-def full_graphs() -> dict[str, dict]:
+def full_guides() -> dict:
     everything = {
         "model": node(
             "H3RuntimeLoadModel", model=CARRIED, precision="float32", layout="comfyui", quantise="no", place="ram"
@@ -140,139 +140,151 @@ def full_graphs() -> dict[str, dict]:
     }
     settings = {"denoise": 1.0, "start_step": 0, "stop_step": 0, "video_shift": 6.0, "audio_shift": 2.0}
     return {
-        "guides": {
-            **loaders(),
-            **everything,
-            "framed": node(
-                "H3RuntimeFirstLastFrame",
-                clip=["clip", 0],
-                video_vae=["vaes", 0],
-                latent=["empty", 0],
-                prompt="He says: <d>[English] Hello.</d>",
-                first_frame=["media", 0],
-                last_frame=["media", 0],
-                recipe="comfy",
-            ),
-            "guided": node(
-                "H3RuntimeAddGuide",
-                positive=["framed", 0],
-                latent=["empty", 0],
-                at="seconds",
-                frame=0,
-                seconds=0.5,
-                strength=0.5,
-                video_vae=["vaes", 0],
-                audio_vae=["vaes", 1],
-                image=["media", 1],
-                audio=["media", 2],
-                fps=30.0,
-                recipe="reference",
-            ),
-            "again": node(
-                "H3RuntimeAddGuide",
-                positive=["guided", 0],
-                latent=["empty", 0],
-                frame=-1,
-                video_vae=["vaes", 0],
-                audio_vae=["vaes", 1],
-                video=["video", 0],
-            ),
-            "sampler": sampler("again", frames=39, resume=False, **settings),
-            "images": node("H3RuntimeDecodeVideo", latent=["sampler", 0], video_vae=["vaes", 0]),
-            "sound": node("H3RuntimeDecodeSound", latent=["sampler", 0], audio_vae=["vaes", 1]),
-            "save": node(
-                "H3RuntimeSaveVideo",
-                images=["images", 0],
-                audio=["sound", 0],
-                latent=["sampler", 0],
-                filename_prefix="full/clip",
-                crf=20,
-                lossless=False,
-                fps=24.0,
-            ),
-            "kept": node("H3RuntimeSavePrompt", positive=["framed", 0], filename_prefix="full/prompt"),
-            "plan": node(
-                "H3RuntimeMemoryPlan",
-                model=["model", 0],
-                latent=["empty", 0],
-                positive=["again", 0],
-                video_vae=["vaes", 0],
-                audio_vae=["vaes", 1],
-                steps=2,
-                vram_gib=24.0,
-                ram_gib=64.0,
-            ),
-        },
-        "masks": {
-            **loaders(),
-            "prompt": node("H3RuntimeEncodePrompt", clip=["clip", 0], prompt="rain"),
-            "video": node("CreateVideo", images=["media", 1], audio=["media", 2], fps=24.0),
-            "encoded": node(
-                "H3RuntimeEncodeClip",
-                video_vae=["vaes", 0],
-                audio_vae=["vaes", 1],
-                video=["video", 0],
-                size_of=["empty", 0],
-                fps=24.0,
-            ),
-            "masked": node(
-                "H3RuntimeNoiseMasks",
-                latent=["encoded", 0],
-                picture="mask",
-                sound="ranges",
-                sound_text="0.1-0.3,0.5-0.6",
-                sound_feather=0.05,
-                mask=["media", 3],
-            ),
-            "sampler": sampler("prompt", "masked"),
-            "save": saved(prefix="full/latent"),
-            "file": node(
-                "H3RuntimeDecodeAndSave",
-                latent=["sampler", 0],
-                video_vae=["vaes", 0],
-                audio_vae=["vaes", 1],
-                filename_prefix="full/clip",
-                crf=18,
-                lossless=True,
-            ),
-        },
-        "references": {
-            **loaders(FOR_REFERENCES),
-            "long": node("H3RuntimeSampleMedia", width=96, height=64, frames=56),
-            "video": node("CreateVideo", images=["long", 1], audio=["long", 2], fps=24.0),
-            "prompt": node(
-                "H3RuntimeReferences",
-                clip=["clip", 0],
-                video_vae=["vaes", 0],
-                audio_vae=["vaes", 1],
-                latent=["empty", 0],
-                prompt="<Picture 1> in <Video 1> and <Video 2>, voice of <Audio 3>",
-                recipe="comfy",
-                soundtracks=True,
-                **{
-                    "images.image_0": ["media", 0],
-                    "videos.video_0": ["video", 0],
-                    "videos.video_1": ["long", 1],
-                    "video_sounds.video_sound_1": ["long", 2],
-                    "sounds.sound_0": ["media", 2],
-                },
-            ),
-            "sampler": sampler(),
-            "save": decode(),
-        },
-        "files": {
-            **loaders(),
-            "one": node("CreateVideo", images=["media", 1], audio=["media", 2], fps=24.0),
-            "two": node("CreateVideo", images=["media", 1], fps=12.0),
-            "save": node(
-                "H3RuntimeJoinVideoFiles",
-                filename_prefix="full/joined",
-                crf=16,
-                lossless=False,
-                **{"videos.video_0": ["one", 0], "videos.video_1": ["two", 0]},
-            ),
-        },
+        **loaders(),
+        **everything,
+        "framed": node(
+            "H3RuntimeFirstLastFrame",
+            clip=["clip", 0],
+            video_vae=["vaes", 0],
+            latent=["empty", 0],
+            prompt="He says: <d>[English] Hello.</d>",
+            first_frame=["media", 0],
+            last_frame=["media", 0],
+            recipe="comfy",
+        ),
+        "guided": node(
+            "H3RuntimeAddGuide",
+            positive=["framed", 0],
+            latent=["empty", 0],
+            at="seconds",
+            frame=0,
+            seconds=0.5,
+            strength=0.5,
+            video_vae=["vaes", 0],
+            audio_vae=["vaes", 1],
+            image=["media", 1],
+            audio=["media", 2],
+            fps=30.0,
+            recipe="reference",
+        ),
+        "again": node(
+            "H3RuntimeAddGuide",
+            positive=["guided", 0],
+            latent=["empty", 0],
+            frame=-1,
+            video_vae=["vaes", 0],
+            audio_vae=["vaes", 1],
+            video=["video", 0],
+        ),
+        "sampler": sampler("again", frames=39, resume=False, **settings),
+        "images": node("H3RuntimeDecodeVideo", latent=["sampler", 0], video_vae=["vaes", 0]),
+        "sound": node("H3RuntimeDecodeSound", latent=["sampler", 0], audio_vae=["vaes", 1]),
+        "save": node(
+            "H3RuntimeSaveVideo",
+            images=["images", 0],
+            audio=["sound", 0],
+            latent=["sampler", 0],
+            filename_prefix="full/clip",
+            crf=20,
+            lossless=False,
+            fps=24.0,
+        ),
+        "kept": node("H3RuntimeSavePrompt", positive=["framed", 0], filename_prefix="full/prompt"),
+        "plan": node(
+            "H3RuntimeMemoryPlan",
+            model=["model", 0],
+            latent=["empty", 0],
+            positive=["again", 0],
+            video_vae=["vaes", 0],
+            audio_vae=["vaes", 1],
+            steps=2,
+            vram_gib=24.0,
+            ram_gib=64.0,
+        ),
     }
+
+
+def full_masks() -> dict:
+    return {
+        **loaders(),
+        "prompt": node("H3RuntimeEncodePrompt", clip=["clip", 0], prompt="rain"),
+        "video": node("CreateVideo", images=["media", 1], audio=["media", 2], fps=24.0),
+        "encoded": node(
+            "H3RuntimeEncodeClip",
+            video_vae=["vaes", 0],
+            audio_vae=["vaes", 1],
+            video=["video", 0],
+            size_of=["empty", 0],
+            fps=24.0,
+        ),
+        "masked": node(
+            "H3RuntimeNoiseMasks",
+            latent=["encoded", 0],
+            picture="mask",
+            sound="ranges",
+            sound_text="0.1-0.3,0.5-0.6",
+            sound_feather=0.05,
+            mask=["media", 3],
+        ),
+        "sampler": sampler("prompt", "masked"),
+        "save": saved(prefix="full/latent"),
+        "file": node(
+            "H3RuntimeDecodeAndSave",
+            latent=["sampler", 0],
+            video_vae=["vaes", 0],
+            audio_vae=["vaes", 1],
+            filename_prefix="full/clip",
+            crf=18,
+            lossless=True,
+        ),
+    }
+
+
+def full_references() -> dict:
+    return {
+        **loaders(FOR_REFERENCES),
+        "long": node("H3RuntimeSampleMedia", width=96, height=64, frames=56),
+        "video": node("CreateVideo", images=["long", 1], audio=["long", 2], fps=24.0),
+        "prompt": node(
+            "H3RuntimeReferences",
+            clip=["clip", 0],
+            video_vae=["vaes", 0],
+            audio_vae=["vaes", 1],
+            latent=["empty", 0],
+            prompt="<Picture 1> in <Video 1> and <Video 2>, voice of <Audio 3>",
+            recipe="comfy",
+            soundtracks=True,
+            **{
+                "images.image_0": ["media", 0],
+                "videos.video_0": ["video", 0],
+                "videos.video_1": ["long", 1],
+                "video_sounds.video_sound_1": ["long", 2],
+                "sounds.sound_0": ["media", 2],
+            },
+        ),
+        "sampler": sampler(),
+        "save": decode(),
+    }
+
+
+def full_files() -> dict:
+    return {
+        **loaders(),
+        "one": node("CreateVideo", images=["media", 1], audio=["media", 2], fps=24.0),
+        "two": node("CreateVideo", images=["media", 1], fps=12.0),
+        "save": node(
+            "H3RuntimeJoinVideoFiles",
+            filename_prefix="full/joined",
+            crf=16,
+            lossless=False,
+            **{"videos.video_0": ["one", 0], "videos.video_1": ["two", 0]},
+        ),
+    }
+
+
+def full_graphs() -> dict[str, dict]:
+    made = (full_guides, full_masks, full_references, full_files)
+    return {make.__name__.removeprefix("full_"): make() for make in made}
 
 
 def refusals() -> dict[str, tuple[dict, str]]:
