@@ -118,10 +118,10 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
     where[leaf] = nn.Parameter(tensor, requires_grad=False) if where is owner._parameters else tensor
 
 
-def on_card(module: nn.Module, prefix: str = "") -> None:
-    """Meta tensors under ``prefix`` become tensors on the card."""
+def on_card(module: nn.Module, away: tuple[str, ...] = ()) -> None:
+    """Meta tensors become tensors on the card, but those under ``away``."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if name.startswith(prefix) and tensor.is_meta:
+        if tensor.is_meta and not name.startswith(away):
             _put(module, name, torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda"))
 
 
@@ -159,23 +159,13 @@ def place(dit: DiT, placed: Placed) -> DiTLayers:
     config = dit.config
     adaln = [block.adaln_proj for block in dit.blocks]
     slots, kept = placed.ahead + 1, placed.resident
-    for index in range(kept):
-        for part in ("norm1", "attn", "norm2", "mlp"):
-            on_card(dit, f"blocks.{index}.{part}.")
-    for name in [
-        name for name, _ in dit.named_parameters() if not name.startswith(("blocks.", "token_refiner.blocks."))
-    ]:
-        on_card(dit, name)
-    on_card(dit, "rope.")
-    if hasattr(dit, "adaln_t_table"):
-        on_card(dit, "adaln_t_table")
+    away = [f"blocks.{index}." + ("adaln_proj." if index < kept else "") for index in range(config.layers)]
+    on_card(dit, (*away, *(["token_refiner.blocks."] if kept < config.layers else [])))
     blocks: ResidentLayers | StreamedLayers = ResidentLayers(dit.blocks)
     if kept < config.layers:
         layouts = [LayerLayout.of(block, ("adaln_proj.",)) for block in dit.blocks[kept:]]
         blocks = StreamedLayers(list(dit.blocks), kept, SlotsOnly(layouts, slots), placed.ahead)
     refiner = list(dit.token_refiner.blocks)
-    if kept == config.layers:
-        on_card(dit, "token_refiner.")
 
     @contextmanager
     def brought() -> Iterator[StreamedLayers]:
@@ -278,9 +268,7 @@ def decode_peak(config: VideoVAEConfig, latent: tuple[int, int, int], resident: 
     with torch.device("meta"):
         vae = VideoVAE(config).eval()
     with no_values_read() as live:
-        for name in [name for name, _ in (*vae.named_parameters(), *vae.named_buffers())]:
-            if resident or not name.startswith("decoder.transformer_blocks."):
-                on_card(vae, name)
+        on_card(vae, () if resident else ("decoder.transformer_blocks.",))
         layers = None
         if not resident:
             blocks = list(vae.decoder.transformer_blocks)
@@ -303,9 +291,7 @@ def encode_peak(config: VideoVAEConfig, frames: int, height: int, width: int) ->
     with torch.device("meta"):
         vae = VideoVAE(config).eval()
     with no_values_read() as live:
-        for name in [name for name, _ in (*vae.named_parameters(), *vae.named_buffers())]:
-            if not name.startswith("decoder.transformer_blocks."):
-                on_card(vae, name)
+        on_card(vae, ("decoder.transformer_blocks.",))
         vae.encode_mean(torch.empty(frames, height, width, 3, dtype=torch.uint8))
         return live.peak["cuda"]
 
@@ -330,7 +316,7 @@ def language_layer_peak(rows: int) -> int:
     """Peak of one released language layer on ``rows`` rows of bf16, its weights and its input counted."""
     module = build_module(replace(TextEncoderConfig(), layers=1, vision_depth=1, deepstack=(0,))).to(torch.bfloat16)
     with no_values_read() as live:
-        on_card(module, "language_model.layers.")
+        on_card(module.language_model.layers)
         hidden = torch.empty(1, rows, module.language_model.config.hidden_size, dtype=torch.bfloat16, device="cuda")
         turn = [
             torch.empty(1, rows, TextEncoderConfig().head_dim, dtype=torch.bfloat16, device="cuda") for _ in range(2)

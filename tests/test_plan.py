@@ -141,13 +141,14 @@ SHAPES = {
     "plain": sized(56, (416, 256)),
     "tall, with sound guides": sized(39, (192, 512), guides=(GuideSize(0, 0, 40), GuideSize(30, 5, 9, 0.5))),
     "keyframes": sized(39, (512, 256), guides=(GuideSize(0, 1, keyframe=True), GuideSize(38, 1, keyframe=True))),
-    "nine pictures": replace(sized(22, (256, 256), references=(small_picture(),) * 9), text_rows=1200),
+    "nine pictures": replace(
+        sized(22, (256, 256), references=(small_picture(),) * 9), text_rows=1200, text_vision=True
+    ),
     "clips and sounds": sized(39, (256, 320), references=(small_clip(),) * 3 + (small_sound(),) * 3),
     "a mask of five values": sized(39, (448, 256), video_levels=gradient_levels(5), has_source=True),
     "masks of 257 values": sized(
         22, (512, 256), video_levels=LEVELS, sound_levels=gradient_levels(65), has_source=True
     ),
-    "denoise from a clip": replace(sized(39, (384, 384), has_source=True), text_vision=True),
 }
 PLACEMENTS = {
     "all streamed": Placed(),
