@@ -212,7 +212,7 @@ TWO_LAYERS = replace(VideoVAEConfig(), layers=2)
 
 
 @pytest.mark.parametrize("resident", [True, False])
-@pytest.mark.parametrize("latent", [(7, 24, 40), (1, 20, 36), (12, 16, 16)])
+@pytest.mark.parametrize("latent", [(7, 24, 40), (12, 16, 16)])
 def test_decoding_takes_what_is_predicted(latent, resident):
     found = largest(decode_moments(named_video_vae(TWO_LAYERS), latent, resident, 1)).nbytes
     assert close(found, decode_peak(TWO_LAYERS, latent, resident))
@@ -226,7 +226,9 @@ def test_encoding_takes_what_is_predicted(frames, height, width):
 
 @pytest.mark.parametrize("audio_t", [37, 603])
 def test_sound_takes_what_is_predicted(audio_t):
-    config = AudioVAEConfig(res_kernels=(3, 7), res_dilations=((1,), (1,)))
+    config = AudioVAEConfig(
+        decoder_rates=(25, 32), decoder_kernels=(25, 32), res_kernels=(3, 7), res_dilations=((1,), (1,))
+    )
     weights = named_audio_vae(config)
     assert close(largest(sound_encode_moments(weights, audio_t)).nbytes, sound_peak(config, audio_t, decode=False))
     if audio_t < 100:
