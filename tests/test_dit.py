@@ -332,7 +332,7 @@ def test_table_rows_do_not_depend_on_their_number(wide, dtype):
 
 def chunked(monkeypatch, rows: int, heads: int) -> None:
     monkeypatch.setattr(attention.row_chunks, "__defaults__", (rows,))  # outside the blocks
-    monkeypatch.setattr(DiTLayers.__new__, "__defaults__", (ChunkSizes(heads, rows),))
+    monkeypatch.setattr(DiTLayers.__new__, "__defaults__", (ChunkSizes(heads, rows), None))
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(7, 8), (64, 1), (5, 2), (100, 3)])
