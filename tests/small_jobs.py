@@ -2,6 +2,7 @@
 
 small_dit(seed)   2 blocks, hidden 64, 3 heads of 32 (inner width 96, so that no mix-up of the two can hide)
 job(**changes)    96x64, 22 frames: 7 latents of 4x6 cells, 37 of sound, 5 text rows
+Crash, Inertia    what a kill is, in process; an accelerator whose lost state changes the result
 Probe             an accelerator that keeps what each forward is fed, counts, and may answer for the model
 """
 
@@ -131,6 +132,35 @@ class Probe(Accelerator):
             return call(index, h, step)
 
         return counted
+
+
+class Crash(Exception):
+    """What a kill is, in process."""
+
+
+class Inertia(Accelerator):
+    """A stand-in with state: leans on the last velocity, so that a lost state changes the result."""
+
+    name = "inertia"
+
+    def __init__(self):
+        self.last = None
+
+    def wrap_velocity(self, call):
+        def velocity(rows, step):
+            made = call(rows, step)
+            if self.last is not None:
+                made = made._replace(video=made.video + 0.1 * self.last)
+            self.last = made.video.clone()
+            return made
+
+        return velocity
+
+    def state(self):
+        return {} if self.last is None else {"last": self.last}
+
+    def restore(self, state):
+        self.last = state.get("last")
 
 
 def row_labels(step: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:

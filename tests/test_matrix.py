@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from h3_runtime.accelerators import ACCELERATORS, Accelerator
+from h3_runtime.accelerators import ACCELERATORS
 from h3_runtime.checkpoint.load import load_dit, open_dit
 from h3_runtime.demo.maker import make_model
 from h3_runtime.job import SOLVERS, Guide, Masks, Reference, RenderJob
@@ -29,37 +29,10 @@ from h3_runtime.recovery import RecoveryFolder
 from h3_runtime.sampler import sample
 from h3_runtime.selftest import drawn, tiny_job
 
+from .small_jobs import Crash, Inertia, same
+
 CPU = torch.device("cpu")
 FORWARDS = 3
-
-
-class Crash(Exception):
-    """What a kill is, in process."""
-
-
-class Inertia(Accelerator):
-    """A stand-in with state: leans on the last velocity, so that a lost state changes the result."""
-
-    name = "inertia"
-
-    def __init__(self):
-        self.last = None
-
-    def wrap_velocity(self, call):
-        def velocity(rows, step):
-            made = call(rows, step)
-            if self.last is not None:
-                made = made._replace(video=made.video + 0.1 * self.last)
-            self.last = made.video.clone()
-            return made
-
-        return velocity
-
-    def state(self):
-        return {} if self.last is None else {"last": self.last}
-
-    def restore(self, state):
-        self.last = state.get("last")
 
 
 def jobs() -> dict[str, RenderJob]:
@@ -141,10 +114,6 @@ def expected(model):
         return sample(dit, replace(jobs()[task], solver=solver), made).latent
 
     return result
-
-
-def same(a, b) -> bool:
-    return torch.equal(a.video, b.video) and torch.equal(a.audio, b.audio)
 
 
 def test_streamed_and_resumed_equal_resident(row, model, expected, tmp_path, monkeypatch):

@@ -7,44 +7,14 @@ import os
 import pytest
 import torch
 
-from h3_runtime.accelerators import Accelerator
 from h3_runtime.errors import H3Error
 from h3_runtime.job import Masks
 from h3_runtime.recovery import RecoveryFolder, default_folder
 from h3_runtime.sampler import sample
 
-from .small_jobs import CANVAS, clip, job, picture, render, small_dit
+from .small_jobs import CANVAS, Crash, Inertia, clip, job, picture, render, same, small_dit
 
 FINGERPRINT = "0123456789abcdef" * 4
-
-
-class Crash(Exception):
-    """What a kill is, in process."""
-
-
-class Memory(Accelerator):
-    """A stand-in with state: adds a share of the last velocity, so a lost state changes the result."""
-
-    name = "memory"
-
-    def __init__(self):
-        self.last = None
-
-    def wrap_velocity(self, call):
-        def velocity(rows, step):
-            made = call(rows, step)
-            if self.last is not None:
-                made = made._replace(video=made.video + 0.1 * self.last)
-            self.last = made.video.clone()
-            return made
-
-        return velocity
-
-    def state(self):
-        return {} if self.last is None else {"last": self.last}
-
-    def restore(self, state):
-        self.last = state.get("last")
 
 
 def kinds() -> dict:
@@ -72,15 +42,11 @@ def crash_after(done: int):
     return progress
 
 
-def same(a, b) -> bool:
-    return torch.equal(a.video, b.video) and torch.equal(a.audio, b.audio)
-
-
 @pytest.mark.parametrize("kind", kinds())
 @pytest.mark.parametrize("accelerated", [False, True])
 def test_a_crash_after_any_forward_changes_nothing(kind, accelerated, tmp_path):
     asked = kinds()[kind]
-    made = [Memory] if accelerated else []
+    made = [Inertia] if accelerated else []
     whole = render(asked, *(make() for make in made))
     total = asked.schedule.num_forwards
     for done in range(1, total + 1):
