@@ -18,8 +18,7 @@ import statistics
 import tempfile
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from .checkpoint.load import load_dit
 from .checkpoint.reader import DTYPES
@@ -38,6 +35,7 @@ from .errors import MissingDependency
 from .geometry import AUDIO_CHANNELS, Canvas
 from .job import MASK_LEVELS, Masks
 from .layout import PackedLayout
+from .memory.measure import LiveBytes
 from .models.dit import DiT, DiTConfig
 from .sampler import Rows, VelocityModel
 from .schedule import plan_schedule
@@ -302,37 +300,6 @@ def relative_l2(got: Tensor, want: Tensor) -> float:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operators return while the mode is on, from their birth to their death.
-
-    ``now`` and ``peak`` count each storage once, whatever views it has. ``hold`` adds tensors that exist already.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._alive: dict[int, int] = {}
-
-    def hold(self, tensors: Iterable[Tensor], counted: bool = True) -> None:
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in self._alive:
-                size = storage.nbytes() if counted else 0
-                self._alive[key] = size
-                self.now += size
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._release, key)
-
-    def _release(self, key: int) -> None:
-        self.now -= self._alive.pop(key)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.hold(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
-        return out
-
-
 def bench_memory(
     frames: Sequence[int] = (124, 209, 362),
     config: DiTConfig | None = None,
@@ -404,7 +371,7 @@ def forward_peak(config: DiTConfig, layout: PackedLayout, steps: Steps, dtype: t
         live.hold((text, *rows, *model.rotary))
         with live:
             model.velocity(rows, step)
-    return live.peak
+    return live.peak["cpu"]
 
 
 def _reference_peak(config: DiTConfig, rows: int) -> int | None:
@@ -432,7 +399,7 @@ def _reference_peak(config: DiTConfig, rows: int) -> int | None:
         live.hold((*given, *rotary))
         with live:
             block(*given, rotary)
-    return live.peak
+    return live.peak["cpu"]
 
 
 # --- load ------------------------------------------------------------------------------------------------------------

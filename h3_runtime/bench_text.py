@@ -19,10 +19,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from .bench import GIB, LiveBytes, Results
+from .bench import GIB, Results
 from .checkpoint.pieces import assign
 from .demo.text_maker import make_text_encoder
 from .errors import MissingDependency
+from .memory.measure import LiveBytes
 from .memory.placement import Placement
 from .memory.streaming import LayerLayout, ResidentLayers
 from .text.config import TextEncoderConfig
@@ -81,17 +82,17 @@ class FakePlaced:
         held = torch.empty(self.tower_bytes, dtype=torch.uint8)
         yield self.module.visual
         del held
-        self.peaks["tower"] = self.live.peak
+        self.peaks["tower"] = self.live.peak["cpu"]
 
     @contextmanager
     def layers(self) -> Iterator[ResidentLayers]:
         self.peaks.setdefault("tower", 0)
-        self.live.peak = self.live.now
+        self.live.start_peak()
         layout = LayerLayout.of(self.module.language_model.layers[0])
         ring = [torch.empty(layout.nbytes, dtype=torch.uint8) for _ in range(2)]
         yield ResidentLayers(list(self.module.language_model.layers))
         del ring
-        self.peaks["layers"] = self.live.peak
+        self.peaks["layers"] = self.live.peak["cpu"]
 
 
 def encode_peak(

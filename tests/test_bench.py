@@ -12,6 +12,7 @@ from h3_runtime import bench
 from h3_runtime.checkpoint.load import load_dit
 from h3_runtime.errors import MissingDependency
 from h3_runtime.geometry import Canvas
+from h3_runtime.memory.measure import LiveBytes
 from h3_runtime.models.dit import DiTConfig
 
 from .small_jobs import CONFIG, one_thread  # noqa: F401 (a fixture)
@@ -81,24 +82,24 @@ def test_without_diffusers_the_step_is_measured_alone(monkeypatch):
 
 
 def test_live_bytes_counts_storages_once_and_lets_them_go():
-    with bench.LiveBytes() as live:
+    with LiveBytes() as live:
         a = torch.empty(100)  # 400 bytes
         b = a.view(10, 10)[2:]
         c = torch.empty(50, dtype=torch.bfloat16)  # 100
-        assert live.now == live.peak == 500
+        assert live.now["cpu"] == live.peak["cpu"] == 500
         del a
-        assert live.now == 500  # b still holds it
+        assert live.now["cpu"] == 500  # b still holds it
         del b
-        assert (live.now, live.peak) == (100, 500)
+        assert (live.now["cpu"], live.peak["cpu"]) == (100, 500)
         c.mul_(2).add_(1)
-        assert (live.now, live.peak) == (100, 500)
+        assert (live.now["cpu"], live.peak["cpu"]) == (100, 500)
         d = c.float() + 1  # 200 for the cast, 200 for the sum
-        assert (live.now, live.peak) == (300, 500)
+        assert (live.now["cpu"], live.peak["cpu"]) == (300, 500)
     assert d.shape == (50,)
-    held = bench.LiveBytes()
+    held = LiveBytes()
     held.hold((c,), counted=False)
     held.hold((c, d))
-    assert held.now == 200
+    assert held.now["cpu"] == 200
 
 
 def test_peak_is_that_of_one_block_and_grows_with_rows():
