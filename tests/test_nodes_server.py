@@ -100,6 +100,13 @@ def test_every_node_and_input_explains_itself(info):
                 assert all(key.isascii() for key in options["options"]), f"{name}.{field}"
 
 
+def test_every_text_is_there_in_english_and_chinese(server, info):
+    texts = server.get("/i18n")
+    for language in ("en", "zh"):
+        assert {name for name in info if name.startswith(OURS)} <= set(texts[language]["nodeDefs"]), language
+    assert texts["zh"]["nodeDefs"]["H3RuntimeSampler"]["inputs"]["steps"]["name"] == "\u6b65\u6570"
+
+
 # ---- every node, with the least and with all of its inputs
 
 
