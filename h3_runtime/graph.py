@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import __version__
 from .checkpoint.info import CheckpointInfo
 from .checkpoint.load import open_dit
 from .checkpoint.opening import find_partition, open_checkpoint, wrong_partition
@@ -29,17 +28,14 @@ from .fidelity import Fidelity, compose
 from .guides import place
 from .job import Plan, RenderJob, TextCondition
 from .lora import Lora
-from .memory.placement import Placement
 from .memory.plan import plan
-from .memory.plan_lines import gib
 from .memory.probe import Card, Host, probe_card, probe_cpu, probe_host
 from .memory.rows import RenderSizes
 from .memory.weights import dit_of, parts_of, with_loras
 from .model import RESIDENT, Loading, Models
-from .models.attention import ChunkSizes
 from .pressure import sample_under_pressure
 from .recovery import RecoveryFolder
-from .render import RenderResult, condition_text, encode, label, run_fingerprint
+from .render import RenderResult, condition_text, encode, label, resumed_notes, run_fingerprint, run_recovery
 from .request import Media, RenderRequest
 from .sampler import SampleResult
 from .text.conditions import MadeCondition
@@ -247,14 +243,9 @@ def settle_placement(dit: Part, job: RenderJob) -> list[str]:
     if dit.loaded and rows <= root.planned_rows:
         return []
     dit.release()
-    made = plan_sizes(dit, sizes)
-    if not made.fits:
-        raise H3Error(made.refusal)
-    stage = made.stage("denoise")
-    placement = Placement(stage.rung, stage.resident, max(stage.ahead, 1), stage.adaln or "disk", stage.pinned)
-    models.loading = replace(models.loading, placement=placement, chunks=ChunkSizes(*made.chunks))
+    notes = models.follow(plan_sizes(dit, sizes))
     root.planned_rows = rows
-    return [f"the plan: {placement}, {gib(made.vram)} of {gib(made.free_vram)}", *made.notes]
+    return notes
 
 
 def _vocabulary_for(encoder: Path, otherwise: str | Path | None) -> Path | None:
@@ -356,10 +347,8 @@ def run_job(
     planned = settle_placement(dit, job)
     dit.load(job.task)
     loaded = time.perf_counter()
-    models, run = dit.models, None
-    if recovery is not None:
-        made_by = (f"dit={dit.info.fingerprint}", str(dit.dtype), __version__)
-        run = recovery.run(job.fingerprint(*made_by), job.canvas, task=job.task, prompt=request.prompt, seed=job.seed)
+    models = dit.models
+    run = None if recovery is None else run_recovery(recovery, request, job, dit.info, dit.dtype)
     sampled, placement, stepped = sample_under_pressure(
         partial(models.place_dit, job.task),
         models.loading.placement or RESIDENT,
@@ -373,8 +362,7 @@ def run_job(
     notes = [*origin.notes, *planned, *dit.described(), *dit.warnings(job), *stepped]
     if warning := wrong_partition(dit.partition, job.task):
         notes.append(warning)
-    if sampled.resumed_after is not None:
-        notes.append(f"taken up after forward {sampled.resumed_after} of {job.num_forwards}, saved by an earlier run")
+    notes += resumed_notes(sampled, job)
     return RenderResult(
         request=request,
         job=job,

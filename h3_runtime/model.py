@@ -23,10 +23,12 @@ from .checkpoint.reader import listed
 from .checkpoint.text_layers import TextLayers
 from .decode import Decoder
 from .errors import H3Error
+from .job import Plan
 from .lora import Lora, LoraPlan
 from .lora import apply as apply_loras
 from .lora import plan as plan_loras
 from .memory.placement import Placement, place_dit, place_video_vae
+from .memory.plan_lines import gib
 from .memory.streaming import DiTLayers, run_in_order
 from .models.attention import CANONICAL, ChunkSizes
 from .models.dit import DiT
@@ -119,6 +121,16 @@ class Models:
         ):
             if part not in self.infos:
                 self.infos[part] = on_device(opener(path).info, self.device)
+
+    def follow(self, plan: Plan) -> list[str]:
+        """Have the DiT placed as ``plan`` says, from its next load on; sentences about it. H3Error with what would fit
+        where the planned render does not."""
+        if not plan.fits:
+            raise H3Error(plan.refusal)
+        stage = plan.stage("denoise")
+        placement = Placement(stage.rung, stage.resident, max(stage.ahead, 1), stage.adaln or "disk", stage.pinned)
+        self.loading = replace(self.loading, placement=placement, chunks=ChunkSizes(*plan.chunks))
+        return [f"the plan: {placement}, {gib(plan.vram)} of {gib(plan.free_vram)}", *plan.notes]
 
     def dit(self, task: str) -> DiT:
         """The DiT for ``task`` (t2va, fl2va: FL2VA weights; ref2va: Ref2VA weights)."""

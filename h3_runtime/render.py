@@ -27,11 +27,10 @@ from .geometry import FPS, TRAINED_FRAMES, Canvas
 from .guides import Placed, Placement, place
 from .job import AVLatent, Guide, Reference, RenderJob, TextCondition
 from .latents import PartialLatent
-from .memory.placement import Placement as WeightPlacement
 from .memory.plan import plan_request
 from .memory.probe import probe_card, probe_host
 from .model import RESIDENT, Models
-from .models.attention import CANONICAL, ChunkSizes
+from .models.attention import CANONICAL
 from .models.precision import exact_float32
 from .pressure import sample_under_pressure
 from .recovery import RecoveryFolder, RunRecovery
@@ -109,7 +108,7 @@ def render_request(
         report("load", 1, 1)
     notes += check_state(job, placement, models)
     with _timed(seconds, "denoise"):
-        run = None if recovery is None else run_recovery(recovery, request, job, models)
+        run = None if recovery is None else run_recovery(recovery, request, job, models.infos["dit"], models.dtype)
         if run is not None and not resume:
             run.discard()
         sampled, place_used, stepped = sample_under_pressure(
@@ -124,9 +123,8 @@ def render_request(
     models.done("dit")
     fidelity = label(job, sampled, models, condition)
     notes += job.text.notes
-    if sampled.resumed_after is not None:
-        notes.append(f"taken up after forward {sampled.resumed_after} of {job.num_forwards}, saved by an earlier run")
-    elif resume:
+    notes += resumed_notes(sampled, job)
+    if resume and sampled.resumed_after is None:
         notes.append("nothing was saved of this job: it was run from its start")
     for part, info in models.infos.items():
         notes += [f"{part}: {note}" for note in info.notes]
@@ -170,12 +168,7 @@ def choose_placement(request: RenderRequest, placed: Placement, models: Models) 
     made = plan_request(
         request, models.parts, probe_card(device), host, placed, models.loading.loras, (), models.layout
     )
-    if not made.fits:
-        raise H3Error(made.refusal)
-    stage = next(stage for stage in made.stages if stage.name == "denoise")
-    placement = WeightPlacement(stage.rung, stage.resident, max(stage.ahead, 1), stage.adaln or "disk", stage.pinned)
-    models.loading = replace(models.loading, placement=placement, chunks=ChunkSizes(*made.chunks))
-    return [f"the plan: {placement}, {made.vram / 2**30:.1f} of {made.free_vram / 2**30:.1f} GiB", *made.notes]
+    return models.follow(made)
 
 
 FEW_FORWARDS = 12  # below this, a model that was not trained for few forwards gives noise or mush
@@ -191,14 +184,20 @@ def few_step_notes(request: RenderRequest, models: Models) -> list[str]:
     return []
 
 
-def run_recovery(folder: RecoveryFolder, request: RenderRequest, job: RenderJob, models: Models) -> RunRecovery:
-    """Where this job's states are kept: named by all that decides its output, checkpoints and versions included."""
-    parts = ["dit", "text_encoder"]
-    if job.guides or job.references or job.source is not None:
-        parts += ["video_vae", "audio_vae"]
-    made_by = [f"{part}={models.infos[part].fingerprint}" for part in parts if part in models.infos]
-    fingerprint = job.fingerprint(*made_by, str(models.dtype), __version__)
+def run_recovery(
+    folder: RecoveryFolder, request: RenderRequest, job: RenderJob, dit: CheckpointInfo, dtype: torch.dtype | None
+) -> RunRecovery:
+    """Where this job's states are kept: named by all that decides its output. What the text encoder and the VAEs made
+    is in the job itself, so of the checkpoints only the DiT is named, with the ``dtype`` it is cast to."""
+    fingerprint = job.fingerprint(f"dit={dit.fingerprint}", str(dtype), __version__)
     return folder.run(fingerprint, job.canvas, task=job.task, prompt=request.prompt, seed=job.seed)
+
+
+def resumed_notes(sampled: SampleResult, job: RenderJob) -> list[str]:
+    """A sentence about a run that went on from what an earlier one had saved."""
+    if sampled.resumed_after is None:
+        return []
+    return [f"taken up after forward {sampled.resumed_after} of {job.num_forwards}, saved by an earlier run"]
 
 
 def check_options(request: RenderRequest) -> Schedule:
