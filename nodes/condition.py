@@ -21,7 +21,7 @@ from .conditioning import (
     past,
 )
 from .media import take_clip, take_frames, take_media, take_sound
-from .sockets import CATEGORY, Node, io
+from .sockets import CATEGORY, Node, SavedFileNode, io
 from .stand_ins import EncoderAsClip, encode_with_clip, is_ours, part_of
 
 FOLDER = f"{CATEGORY}/condition"
@@ -379,7 +379,7 @@ class SaveEmbeddings(Node):
         return cls.report(notes, positive, ui={"text": [path.name]})
 
 
-class LoadEmbeddings(Node):
+class LoadEmbeddings(SavedFileNode):
     """Read an encoded prompt from a file."""
 
     @classmethod
@@ -392,13 +392,7 @@ class LoadEmbeddings(Node):
             "prompt that was "
             "encoded with pictures goes into the input saved of the node that takes those pictures.",
             search_aliases=["load conditioning"],
-            inputs=[
-                io.Combo.Input(
-                    "file",
-                    options=host.saved_files(SUFFIX) or ["none saved yet"],
-                    tooltip="A file of the input folder, or one that was saved in the output folder.",
-                )
-            ],
+            inputs=[cls.saved_input(SUFFIX)],
             outputs=[
                 io.Conditioning.Output(display_name="positive"),
                 io.String.Output("prompt", display_name="prompt", tooltip="The text it was made from."),
@@ -407,21 +401,11 @@ class LoadEmbeddings(Node):
         )
 
     @classmethod
-    def validate_inputs(cls, file=None):
-        return True if file is None or host.saved_file(file) else f"{file} is gone: press R and choose another file"
-
-    @classmethod
-    def fingerprint_inputs(cls, file=None):
-        return "" if file is None else host.stamp(host.saved_file(file))
-
-    @classmethod
     @host.runtime_mode
     def execute(cls, file):
-        from ..h3_runtime import H3Error, encoder_of_record, load_condition
+        from ..h3_runtime import encoder_of_record, load_condition
 
-        path = host.saved_file(file)
-        if path is None:
-            raise H3Error(f"{file} is gone: press R and choose another file")
+        path = cls.opened(file)
         made = load_condition(path)
         notes = [*made.text.notes, f"made by {made.record.encoder}"]
         if made.record.items:

@@ -13,7 +13,7 @@ import torch
 from . import host
 from .av_latent import KEY, empty_clip, give_latent, take_latent
 from .media import take_clip, take_media, take_sound
-from .sockets import CATEGORY, Node, intermediate, io, streams_of
+from .sockets import CATEGORY, Node, SavedFileNode, intermediate, io, streams_of
 from .stand_ins import part_of
 
 FOLDER = f"{CATEGORY}/latent"
@@ -251,7 +251,7 @@ class SaveLatent(Node):
         return cls.report(notes, latent, ui={"text": [path.name]})
 
 
-class LoadLatent(Node):
+class LoadLatent(SavedFileNode):
     """Read a latent of picture and sound from a file."""
 
     @classmethod
@@ -262,34 +262,17 @@ class LoadLatent(Node):
             category=FOLDER,
             description="Reads what H3 Save Latent kept, or what the command line saved.",
             search_aliases=["load av latent"],
-            inputs=[
-                io.Combo.Input(
-                    "file",
-                    options=[*host.saved_files(SUFFIX), *host.saved_files(".latent.safetensors")] or ["none saved yet"],
-                    tooltip="A file of the input folder, or one that was saved in the output folder.",
-                )
-            ],
+            inputs=[cls.saved_input(SUFFIX, ".latent.safetensors")],
             outputs=[io.Latent.Output(display_name="latent"), *size_outputs()],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def validate_inputs(cls, file=None):
-        return True if file is None or host.saved_file(file) else f"{file} is gone: press R and choose another file"
-
-    @classmethod
-    def fingerprint_inputs(cls, file=None):
-        return "" if file is None else host.stamp(host.saved_file(file))
-
-    @classmethod
     @host.runtime_mode
     def execute(cls, file):
-        from ..h3_runtime import H3Error, load_latent
+        from ..h3_runtime import load_latent
 
-        path = host.saved_file(file)
-        if path is None:
-            raise H3Error(f"{file} is gone: press R and choose another file")
-        saved = load_latent(path)
+        saved = load_latent(cls.opened(file))
         stop = int(saved.info.get("stop", 0))
         notes = [described(saved.canvas)]
         if "label" in saved.info:

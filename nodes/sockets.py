@@ -8,6 +8,8 @@ everything else    the host's types as they are
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from comfy_api.latest import io
 from torch import Tensor
@@ -16,10 +18,22 @@ from . import host
 
 CATEGORY = "H3 Runtime"
 LOADER = "H3 Load Model"
+GONE = "{} is gone: press R and choose another file"
 
 H3Model = io.Custom("H3_MODEL")
 
-__all__ = ["CATEGORY", "LOADER", "H3Model", "Node", "Pair", "io", "make_pair", "streams_of", "video_of_file"]
+__all__ = [
+    "CATEGORY",
+    "LOADER",
+    "H3Model",
+    "Node",
+    "Pair",
+    "SavedFileNode",
+    "io",
+    "make_pair",
+    "streams_of",
+    "video_of_file",
+]
 
 
 class Node(io.ComfyNode):
@@ -41,6 +55,36 @@ class Node(io.ComfyNode):
         for note in notes:
             host.log.info("H3 %s: %s", cls.__name__.removesuffix("Clone"), note)
         return io.NodeOutput(*outputs, ui=shown)
+
+
+class SavedFileNode(Node):
+    """A node that reads one file which a node of ours saved: its inputs have ``saved_input`` as ``file``."""
+
+    @classmethod
+    def validate_inputs(cls, file=None):
+        return True if file is None or host.saved_file(file) else GONE.format(file)
+
+    @classmethod
+    def fingerprint_inputs(cls, file=None):
+        return "" if file is None else host.stamp(host.saved_file(file))
+
+    @staticmethod
+    def saved_input(*suffixes: str):
+        return io.Combo.Input(
+            "file",
+            options=[name for suffix in suffixes for name in host.saved_files(suffix)] or ["none saved yet"],
+            tooltip="A file of the input folder, or one that was saved in the output folder.",
+        )
+
+    @staticmethod
+    def opened(file: str) -> Path:
+        """Where ``file`` lies; H3Error when it is gone since it was chosen."""
+        from ..h3_runtime import H3Error
+
+        path = host.saved_file(file)
+        if path is None:
+            raise H3Error(GONE.format(file))
+        return path
 
 
 def wrong_type(input_types: dict[str, str], wanted: dict[str, str], cures: dict[str, str]) -> bool | str:
