@@ -29,6 +29,7 @@ from h3_runtime.text.encoder import TextEncoder
 from h3_runtime.text.shown import Shown, present_shown
 
 from .quantised_proofs import PROOFS as QUANTISED
+from .small_jobs import same
 
 CANVAS = Canvas.fit(22, (96, 64))
 
@@ -65,10 +66,6 @@ def clip() -> AVLatent:
 def masked() -> RenderJob:
     levels = (torch.arange(7 * 4 * 6).view(7, 4, 6) % 7) / 6
     return job(source=clip(), masks=Masks.make(levels, None))
-
-
-def same(a: AVLatent, b: AVLatent) -> bool:
-    return torch.equal(a.video, b.video) and torch.equal(a.audio, b.audio)
 
 
 def latent(model: torch.nn.Module, asked: RenderJob) -> AVLatent:

@@ -18,6 +18,8 @@ from h3_runtime.recovery import RecoveryFolder
 from h3_runtime.sampler import sample
 from h3_runtime.selftest import tiny_job
 
+from .small_jobs import same
+
 CPU = torch.device("cpu")
 PLACEMENTS = (
     Placement("ram"),
@@ -51,10 +53,6 @@ def lora_file(folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("lora") / "small.safetensors"
     save_file(tensors, path)
     return path
-
-
-def same(a, b) -> bool:
-    return torch.equal(a.video, b.video) and torch.equal(a.audio, b.audio)
 
 
 @pytest.mark.parametrize("quantise", [None, "int8_convrot", "int8", "fp8"])

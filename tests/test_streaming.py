@@ -23,7 +23,7 @@ from h3_runtime.memory.streaming import (
 )
 from h3_runtime.sampler import sample
 
-from .small_jobs import CONFIG, clip, job, picture, render, small_dit
+from .small_jobs import CONFIG, clip, job, picture, render, same, small_dit
 
 LAYERS = CONFIG.layers
 
@@ -59,10 +59,6 @@ def hollow_dit():
     dit = copy.deepcopy(small_dit())
     dit.blocks.to("meta")
     return dit
-
-
-def same(a, b) -> bool:
-    return torch.equal(a.video, b.video) and torch.equal(a.audio, b.audio)
 
 
 JOBS = {
