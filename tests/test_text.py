@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from h3_runtime.demo.text_maker import CORPUS, make_text_encoder
+from h3_runtime.demo.text_maker import CORPUS, WORLD, make_text_encoder
 from h3_runtime.errors import CheckpointError, H3Error
 from h3_runtime.text.config import TextEncoderConfig
 from h3_runtime.text.encoder import TextEncoder, import_qwen, open_weights
@@ -157,6 +157,7 @@ def test_small_vocabulary(encoder):
     ids = tokenizer.encode("<d>[English] Hello there</d><|cutoff|>")
     assert ids[0] == specials[26] and ids[-2:] == specials[27:29]
     assert len(tokenizer.encode(CORPUS)) < len(CORPUS) / 2  # it has learned words, not letters
+    assert all(len(tokenizer.encode(f" {word}")) == 1 for word in WORLD.split())  # the small world's words stay whole
     assert tokenizer.encode("") == []
     assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")  # NFC
     with pytest.raises(H3Error, match="U\\+D800"):

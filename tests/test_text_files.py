@@ -65,7 +65,7 @@ def later_parts(encoder: TextEncoder, prefix: str) -> dict[str, torch.Tensor]:
     """A layer after the condition, the last norm and the head: in whole encoders, and not read."""
     layer = {n: v for n, v in encoder.module.state_dict().items() if n.startswith("language_model.layers.0.")}
     extra = {prefix + n.removeprefix("language_model.").replace("s.0.", "s.3."): v.clone() for n, v in layer.items()}
-    return {**extra, prefix + "norm.weight": torch.ones(64), "lm_head.weight": torch.zeros(640, 64)}
+    return {**extra, prefix + "norm.weight": torch.ones(64), "lm_head.weight": torch.zeros(896, 64)}
 
 
 @pytest.mark.parametrize("old_style", [False, True])
@@ -112,7 +112,7 @@ def test_files_that_do_not_fit_are_named(folder, encoder, tmp_path):
         ({"extra": {lost: torch.zeros(160, 64, dtype=torch.int8)}}, "up_proj.weight is stored as I8"),
         ({"extra": {to_official(lost): torch.zeros(2)}}, "mixes text encoder layouts"),
         ({"rename": lambda name: "blocks." + name}, "is no Qwen3-VL text encoder"),
-        ({"config": None}, r"word embeddings of \[640, 64\] and carries no config"),
+        ({"config": None}, r"word embeddings of \[896, 64\] and carries no config"),
     ]
     for changes, message in cases:
         file = rewritten(folder, tmp_path, **{"config": encoder.config, **changes})
@@ -137,7 +137,7 @@ def test_foreign_vocabulary_is_refused(folder, tmp_path):
         TextEncoder.load(folder, tokenizer_dir=tmp_path)
     many = {chr(0x4E00 + number): number for number in range(5000)}
     (tmp_path / "vocab.json").write_text(json.dumps(many), encoding="utf-8")
-    with pytest.raises(H3Error, match="5033 tokens and the text encoder knows 640"):
+    with pytest.raises(H3Error, match="5033 tokens and the text encoder knows 896"):
         TextEncoder.load(folder, tokenizer_dir=tmp_path)
 
 

@@ -1,7 +1,7 @@
 """A small text encoder of the real kind: Qwen3-VL in every part, with seeded weights, and a vocabulary of its own.
 
-    CORPUS --byte-level BPE--> vocab.json, merges.txt        about 600 words + Qwen's 26 + H3's 7 special tokens
-    seed   --per tensor------> text_encoder.safetensors      3 layers x 64, vision tower 3 x 48 with 2 deepstack taps
+    CORPUS, WORLD --byte-level BPE--> vocab.json, merges.txt     800 words + Qwen's 26 + H3's 7 special tokens
+    seed          --per tensor------> text_encoder.safetensors   3 layers x 64, vision tower 3 x 48, 2 deepstack taps
 
 The file has ComfyUI's tensor names and bf16 values, as the released single file has, and carries its config in the
 header. The weights are scaled so that states stay near unit size: an untrained encoder, but one in which every word
@@ -30,8 +30,11 @@ from ..text.tokenizer import (
     pipeline_around,
 )
 
-NUM_WORDS = 600
+NUM_WORDS = 800
+WORLD_WEIGHT = 50  # how often a word of the small world counts as against one of CORPUS: each becomes one token
+BRANCH = 0.5  # of the layers' last linears: a state keeps mostly its own word, with some of its neighbours
 EMBEDDING_STEP = 64
+BRANCH_ENDS = ("o_proj.weight", "down_proj.weight")
 COMFY = next(layout for layout in LAYOUTS if layout.name == "ComfyUI")
 
 CORPUS = """
@@ -67,6 +70,18 @@ A large crowd cheers in the stadium as the player kicks the ball into the net.
 Macro shot of a bee on a purple flower, its wings buzzing, petals moving in the breeze.
 """
 
+# Every word of the small world in which the carried model was trained; each is one token, with a space before it.
+WORLD = """
+ a an the of on in to at from with and then while is it
+ red green blue yellow orange purple pink cyan white black grey brown dark light bright
+ circle square triangle ring star diamond disc ball shape ground background colour picture Picture Audio Video
+ small large big tiny medium wide
+ moves move moving left right up down upwards downwards top bottom middle centre side across diagonally
+ stays still grows shrinks bounces jumps turns rotates changes appears fades slow fast slowly quickly
+ low high deep tone tones beep beeps sound note steady silent silence rising falling rises falls loud quiet pulses
+ one two three four once twice first last frame into
+"""
+
 
 def make_text_encoder(folder: str | Path, seed: int) -> Path:
     """Write the encoder and its vocabulary into ``folder`` (made if needed) and return the encoder's path.
@@ -83,7 +98,7 @@ def make_text_encoder(folder: str | Path, seed: int) -> Path:
 
 
 def make_vocabulary(folder: Path) -> Tokenizer:
-    """Learn the byte-level BPE from CORPUS, write vocab.json and merges.txt, and read them back."""
+    """Learn the byte-level BPE from CORPUS and WORLD, write vocab.json and merges.txt, and read them back."""
     tokenizers = import_tokenizers()
     pipeline = pipeline_around(tokenizers.models.BPE())
     trainer = tokenizers.trainers.BpeTrainer(
@@ -92,7 +107,8 @@ def make_vocabulary(folder: Path) -> Tokenizer:
         show_progress=False,
         special_tokens=[],
     )
-    pipeline.train_from_iterator(CORPUS.strip().splitlines(), trainer)
+    world = [f" {word}" for word in WORLD.split()]
+    pipeline.train_from_iterator([*CORPUS.strip().splitlines(), *(world * WORLD_WEIGHT)], trainer)
     learned = json.loads(pipeline.to_str())["model"]
     pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in learned["merges"]]
     words = dict(sorted(learned["vocab"].items(), key=lambda word: word[1]))
@@ -144,7 +160,8 @@ def _draw(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         return values * 0.05
     if "embed_tokens" in name or "pos_embed" in name:
         return values
-    return values / values[0].numel() ** 0.5  # one over the root of a row's inputs keeps the size of what passes
+    scale = BRANCH if name.endswith(BRANCH_ENDS) and not name.startswith("visual") else 1.0
+    return scale * values / values[0].numel() ** 0.5  # keeps the size of what passes
 
 
 def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
