@@ -29,6 +29,7 @@ INT8_MAX = 127.0
 FLOAT8_MAX = 448.0  # of float8_e4m3fn
 SMALLEST_SCALE = 1e-30  # of an all-zero row
 RIGHT = 16  # inner factor of the two-step rotation: H[g] = kron(H[g / 16], H[16])
+ONE_STEP = 64  # largest group rotated in one matmul: the left factor of two steps would be 4 x 4, which no kernel likes
 WEIGHT_CHUNK = 1 << 24  # elements of a weight that are quantised at a time
 CPU_CHUNK = 1 << 20  # elements of activations at a time: their float32 copy stays in the cache
 DEVICE_CHUNK = 1 << 25
@@ -69,14 +70,18 @@ def rotate(x: Tensor, group: int) -> Tensor:
 
 
 def rotate_rows(x: Tensor, group: int, out: Tensor) -> Tensor:
-    """out float32 [M, K] <- x [M, K] rotated. On CPU in two small steps, 3 to 5 times faster than ``rotate``.
+    """out float32 [M, K] <- x [M, K] rotated. On CPU in two small steps where the group is large: 2 times faster than one.
 
     The first step rounds to x's dtype, as one matmul in that dtype would.
     """
-    if x.device.type != "cpu" or group <= RIGHT:
+    if x.device.type != "cpu":
         return out.copy_(rotate(x, group))
-    left = group // RIGHT
     flat = x if x.is_contiguous() else scratch("gathered", x.shape, x.dtype).copy_(x)
+    if group <= ONE_STEP:
+        turned = out if x.dtype == torch.float32 else scratch("inner", x.shape, x.dtype)
+        torch.mm(flat.view(-1, group), hadamard(group, x.dtype), out=turned.view(-1, group))
+        return out if turned is out else out.copy_(turned)
+    left = group // RIGHT
     inner = scratch("inner", x.shape, x.dtype).view(-1, RIGHT)
     torch.mm(flat.view(-1, RIGHT), hadamard(RIGHT, x.dtype), out=inner)
     if x.dtype != torch.float32:
