@@ -1,21 +1,30 @@
 """What INT8 does to a step on this machine: the same blocks in INT8, bf16 and float32, alternating in one process.
 
-int8_to_bf16   seconds of all blocks in INT8 (ConvRot, bf16 activations) over those in bf16; below 1 is faster
-int8_to_fp32   the same over float32
+int8_to_bf16         seconds of all blocks in INT8 (ConvRot, bf16 activations) over those in bf16; below 1 is faster
+int8_to_fp32         the same over float32
+matmul_int8_to_bf16  of the matmuls alone: what this processor's int8 instructions give
+floor_to_bf16        the bf16 step with its matmuls in int8 and nothing added for them: no quantised step is below it
+share/NAME           each part of the INT8 step, timed alone at its shapes in the same rounds, over the whole step:
+                     matmul (int8, int32 sums), rotation, rounding (absmax, divide, round), scaling (sums to bf16),
+                     attention, norms (of blocks, and of q and k with RoPE); other is the rest: SiLU, gates, copies
 """
 
 from __future__ import annotations
 
 import copy
 import statistics
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .bench import Results, take_turns
-from .models.attention import dense_attention, inverse_frequencies, rotary_table
-from .models.dit import DiT, DiTConfig, ForwardContext, Run
-from .quant.kernels import choices
+from .models.attention import HEAD_GROUP, Where, dense_attention, inverse_frequencies, norm_rotate, rotary_table
+from .models.dit import Block, DiT, DiTConfig, ForwardContext, Run, modulated_norm
+from .quant.convrot import quantise_rows, rotate_rows
+from .quant.kernels import choices, int8_matmul, scale_into
 from .quant.online import quantise_module
 
 CONFIG = DiTConfig(
@@ -42,23 +51,80 @@ def bench_quant(config: DiTConfig = CONFIG, rows: int = ROWS, repeat: int = 9) -
     quantised = copy.deepcopy(half)
     replaced = quantise_module(quantised, "int8_convrot")
     kinds = {"int8": (quantised, torch.bfloat16), "bf16": (half, torch.bfloat16), "fp32": (plain, torch.float32)}
-    seconds = take_turns(
-        {
-            name: lambda model=model, dtype=dtype: run_blocks(model, dtype, rows)
-            for name, (model, dtype) in kinds.items()
-        },
-        repeat,
-    )
+    runs: dict[str, Callable[[], Any]] = {
+        name: lambda model=model, dtype=dtype: run_blocks(model, dtype, rows) for name, (model, dtype) in kinds.items()
+    }
+    alone = parts_of_block(quantised.blocks[0], half.blocks[0], config, rows)
+    seconds = take_turns({**runs, **alone}, repeat)
+    parts = {name: config.layers * statistics.median(seconds.pop(name)) for name in alone}
     results: Results = []
     for other in ("bf16", "fp32"):
         ratios = [a / b for a, b in zip(seconds["int8"], seconds[other])]
         value = {"value": statistics.median(ratios), "unit": "ratio", "low": min(ratios), "high": max(ratios)}
         results.append({"name": f"int8_to_{other}", **value})
-    results += [{"name": name, "value": statistics.median(taken), "unit": "s"} for name, taken in seconds.items()]
+    step = {name: statistics.median(taken) for name, taken in seconds.items()}
+    plain_matmul = parts.pop("bf16 matmul")
+    results.append(_ratio("matmul_int8_to_bf16", parts["matmul"] / plain_matmul))
+    results.append(_ratio("floor_to_bf16", (step["bf16"] - plain_matmul + parts["matmul"]) / step["bf16"]))
+    parts["other"] = step["int8"] - sum(parts.values())
+    results += [_ratio(f"share/{name}", part / step["int8"], seconds=part) for name, part in parts.items()]
+    results += [{"name": name, "value": taken, "unit": "s"} for name, taken in step.items()]
     results.append({"name": "linears", "value": len(replaced), "unit": "quantised"})
     for choice in choices(torch.device("cpu")):
         results.append({"name": f"kernel/{choice.op}", "value": None, "unit": choice.backend, "note": choice.reason})
     return results
+
+
+def _ratio(name: str, value: float, **beside: float) -> dict[str, Any]:
+    return {"name": name, "value": value, "unit": "ratio", **beside}
+
+
+def parts_of_block(int8: Block, bf16: Block, config: DiTConfig, rows: int) -> dict[str, Callable[[], Any]]:
+    """What the INT8 block is made of, each part alone at its full shapes; the bf16 matmul is what int8 replaces."""
+    names = ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc2")
+    linears, plain = ([block.get_submodule(name) for name in names] for block in (int8, bf16))
+    inputs = [torch.randn(rows, linear.in_features).bfloat16() for linear in linears]
+    turned = [torch.empty(x.shape) for x in inputs]
+    ready = [quantise_rows(x, linear.group) for x, linear in zip(inputs, linears)]
+    sums = [torch.empty(rows, linear.out_features, dtype=torch.int32) for linear in linears]
+    outputs = [torch.empty(held.shape, dtype=torch.bfloat16) for held in sums]
+    q, k, v = (
+        outputs[0][:, part * config.heads * config.head_dim :][:, : config.heads * config.head_dim]
+        .normal_()
+        .view(rows, config.heads, config.head_dim)
+        for part in range(3)
+    )
+    headwise = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k)]  # as norm_rotate leaves q and k
+    positions = torch.arange(3 * rows, dtype=torch.float64).view(rows, 3)
+    rotary = rotary_table(positions, inverse_frequencies(config.rope_frequencies), torch.bfloat16)
+    table, whole = torch.zeros(1, config.hidden, dtype=torch.bfloat16), (Run(0, rows, 0),)
+
+    def groups() -> list[slice]:
+        return [slice(first, first + HEAD_GROUP) for first in range(0, config.heads, HEAD_GROUP)]
+
+    def attention() -> None:
+        for part in groups():
+            dense_attention(*(x[:, part] for x in headwise), v[:, part], Where(0, 0, 0, 0))
+
+    def norms() -> None:
+        for x, norm in ((inputs[0], int8.norm1), (inputs[2], int8.norm2)):
+            modulated_norm(x, norm, table, table, whole, (0, rows), torch.empty_like(x))
+        for x, norm in ((q, int8.attn.q_norm), (k, int8.attn.k_norm)):
+            for part in groups():
+                norm_rotate(x[:, part], norm, rotary, rows)
+
+    return {
+        "bf16 matmul": lambda: [F.linear(x, linear.weight) for x, linear in zip(inputs, plain)],
+        "matmul": lambda: [int8_matmul(r[0], linear.weight, s) for r, linear, s in zip(ready, linears, sums)],
+        "rotation": lambda: [rotate_rows(x, linear.group, y) for x, linear, y in zip(inputs, linears, turned)],
+        "rounding": lambda: [quantise_rows(x, None) for x in inputs],
+        "scaling": lambda: [
+            scale_into(y, s, r[1], linear.scales(0, linear.out_features).T, None)
+            for y, s, r, linear in zip(outputs, sums, ready, linears)
+        ],
+        "attention": attention,
+        "norms": norms,
+    }
 
 
 def run_blocks(dit: DiT, dtype: torch.dtype, rows: int) -> Tensor:

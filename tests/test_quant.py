@@ -563,3 +563,38 @@ def test_bench_names_and_that_every_linear_was_quantised():
     results = {row["name"]: row["value"] for row in bench_quant.bench_quant(config, rows=16, repeat=1)}
     assert min(results["int8_to_bf16"], results["int8_to_fp32"]) > 0
     assert results["linears"] == 8 and any(name.startswith("kernel/") for name in results)
+    shares = {name.removeprefix("share/"): value for name, value in results.items() if name.startswith("share/")}
+    parts = {"matmul", "rotation", "rounding", "scaling", "attention", "norms"}
+    assert set(shares) == {*parts, "other"} and sum(shares.values()) == pytest.approx(1)
+    assert min(shares[name] for name in parts) > 0
+    int8, bf16 = results["int8"], results["bf16"]
+    plain = shares["matmul"] * int8 / results["matmul_int8_to_bf16"]  # seconds of the matmuls in bf16
+    assert results["floor_to_bf16"] == pytest.approx((bf16 - plain + shares["matmul"] * int8) / bf16)
+
+
+def test_the_parts_of_a_block_do_its_own_work(monkeypatch):
+    """Each part alone calls what the INT8 block calls, as often and on as many rows and columns."""
+    from dataclasses import replace
+
+    config = replace(bench_quant.CONFIG, hidden=64, layers=1, heads=10, head_dim=32, ffn=128, rope_frequencies=4)
+    half = bench_quant.DiT(config).eval().requires_grad_(False).to(torch.bfloat16)
+    quantised = bench_quant.copy.deepcopy(half)
+    bench_quant.quantise_module(quantised, "int8_convrot")
+    parts = bench_quant.parts_of_block(quantised.blocks[0], half.blocks[0], config, 40)
+    done = []
+    int_mm = torch._int_mm
+
+    def count_matmul(a, b, **out):
+        done.append(a.shape[0] * a.shape[1] * b.shape[1])
+        return int_mm(a, b, **out)
+
+    monkeypatch.setattr(torch, "_int_mm", count_matmul)
+    bench_quant.run_blocks(quantised, torch.bfloat16, 40)
+    within, alone = sum(done), len(done)
+    parts["matmul"]()
+    assert sum(done[alone:]) == within > 0
+    shapes = []
+    monkeypatch.setattr(bench_quant, "dense_attention", lambda q, k, v, where: shapes.append(q.shape) or q)
+    parts["attention"]()
+    bench_quant.run_blocks(quantised, torch.bfloat16, 40)
+    assert shapes[:2] == shapes[2:] == [(40, 8, 32), (40, 2, 32)]

@@ -88,7 +88,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x
 
 
-def _norm_rotate(x: Tensor, norm: nn.RMSNorm, rotary: tuple[Tensor, Tensor] | None, size: int) -> Tensor:
+def norm_rotate(x: Tensor, norm: nn.RMSNorm, rotary: tuple[Tensor, Tensor] | None, size: int) -> Tensor:
     """norm(x), rotated: [S, G, D] -> [S, G, D] with each head's rows side by side in memory.
 
     In chunks of ``size`` rows, so that the temporaries stay small. The last pass has to write somewhere: head by head
@@ -143,8 +143,8 @@ class Attention(nn.Module):
                 )
                 for part in (0, inner, 2 * inner)
             )
-            q = _norm_rotate(q, self.q_norm, rotary, chunks.rows)
-            k = _norm_rotate(k, self.k_norm, rotary, chunks.rows)
+            q = norm_rotate(q, self.q_norm, rotary, chunks.rows)
+            k = norm_rotate(k, self.k_norm, rotary, chunks.rows)
             out[:, start:stop] = call(q, k, v, Where(block, forward, start, stop))
             del q, k, v
         return out.view(rows, inner)

@@ -70,7 +70,7 @@ def rotate(x: Tensor, group: int) -> Tensor:
 
 
 def rotate_rows(x: Tensor, group: int, out: Tensor) -> Tensor:
-    """out float32 [M, K] <- x [M, K] rotated. On CPU in two small steps where the group is large: 2 times faster than one.
+    """out float32 [M, K] <- x [M, K] rotated. On CPU a large group in two small steps, twice as fast as in one.
 
     The first step rounds to x's dtype, as one matmul in that dtype would.
     """

@@ -328,11 +328,11 @@ def int8_linear(
             int8_matmul(values[top:bottom], weight[left:right], sums)
             per_column = weight_scale[:, left:right] if weight_scale.shape[1] > 1 else weight_scale
             added = None if bias is None else bias[left:right].float()
-            _scale_into(out[top:bottom, left:right], sums, scale[top:bottom], per_column, added)
+            scale_into(out[top:bottom, left:right], sums, scale[top:bottom], per_column, added)
     return out
 
 
-def _scale_into(out: Tensor, sums: Tensor, scale: Tensor, per_column: Tensor, added: Tensor | None) -> None:
+def scale_into(out: Tensor, sums: Tensor, scale: Tensor, per_column: Tensor, added: Tensor | None) -> None:
     """out <- sums * per_column * scale + added; the float32 values overwrite the int32 sums, which are spent."""
     step = max(1, sums.shape[0])
     if sums.device.type == "cpu":
