@@ -18,7 +18,15 @@ from pathlib import Path
 from . import __version__
 from .errors import H3Error
 from .plan_command import add_plan
-from .weight_commands import add_inspect, add_loading_options, add_quantize, loading_of, loras_of
+from .weight_commands import (
+    add_inspect,
+    add_loading_options,
+    add_quantise_options,
+    add_quantize,
+    loading_of,
+    loras_of,
+    quantised_loading,
+)
 
 Results = list[dict]
 
@@ -464,6 +472,7 @@ def _add_embed(commands) -> argparse.ArgumentParser:
     save = actions.add_parser("save", help="encode a prompt with its keyframes and references")
     _add_model_options(save)
     _add_prompt_options(save)
+    add_quantise_options(save)
     save.add_argument("--out", required=True, metavar="FILE.safetensors")
     save.set_defaults(run=run_embed_save)
     show = actions.add_parser("show", help="tell what a saved condition holds")
@@ -481,7 +490,8 @@ def run_embed_save(arguments, say: _Say) -> tuple[Results, int]:
 
     request = RenderRequest(**_conditioning_of(arguments))
     keep_inputs(Path(arguments.out), [medium.path for medium in request.media.values()])
-    made, notes = save_prompt(request, _models(arguments, request.dtype), arguments.out)
+    models = _models(arguments, request.dtype, quantised_loading(arguments))
+    made, notes = save_prompt(request, models, arguments.out)
     for note in notes:
         say(f"note: {note}")
     say(f"wrote {arguments.out} ({len(made.text.tags)} rows, {made.source})")

@@ -90,7 +90,7 @@ class Part:
 
         ``precision``: one of PRECISIONS (VAEs are float32 whatever it says). ``vocabulary``: folder of vocab.json and
         merges.txt, for a text encoder that has none beside it; ``embedding_folders``: where prompts find embeddings.
-        ``loading``: how a DiT's weights are brought in.
+        ``loading``: how its weights are brought in.
         """
         assert kind in KINDS, kind
         if precision not in PRECISIONS:
@@ -98,12 +98,14 @@ class Part:
         path = Path(path)
         partition, tokenizer = "unknown", None
         if kind == "text_encoder":
-            source = open_weights(path).source
+            checkpoint = open_weights(path).checkpoint
             tokenizer = _vocabulary_for(path, vocabulary)
         else:
-            source = open_checkpoint(path, kind, layout).source
+            checkpoint = open_checkpoint(path, kind, layout)
             if kind == "dit":
-                partition = find_partition(source)[0]
+                partition = find_partition(checkpoint.source)[0]
+        if loading is not None and (online := loading.online(kind)) is not None:
+            online.linears(checkpoint)  # refuses what is quantised already
         dits = (DiTPath(path, partition),) if kind == "dit" else ()
         named = {other: path if kind == other else None for other in KINDS[1:]}
         parts = PartPaths(dits=dits, tokenizer=tokenizer, **named)
@@ -117,7 +119,7 @@ class Part:
             loading=loading,
         )
         part = Part(kind, models, path, partition)
-        part.size = sum(file.stat().st_size for file in source.files)
+        part.size = sum(file.stat().st_size for file in checkpoint.source.files)
         return part
 
     def with_lora(self, lora: Lora) -> Part:
@@ -220,10 +222,12 @@ def plan_sizes(
     """
     models = dit.models
     how, path = models.loading, models.parts.dits[0].path
-    opened = open_dit(path, models.dtype, models.layout, quantise=how.quantise, exclude=how.exclude)
+    opened = open_dit(path, models.dtype, models.layout, quantise=how.online("dit"))
+    others = tuple(others)
     paths = {part.kind: part.path for part in others}
+    online = {part.kind: part.models.loading.online(part.kind) for part in others}
     parts = PartPaths(dits=models.parts.dits, tokenizer=None, **{kind: paths.get(kind) for kind in KINDS[1:]})
-    weights = parts_of(parts, with_loras(dit_of(opened), dit.loras))
+    weights = parts_of(parts, with_loras(dit_of(opened), dit.loras), online)
     host = Host.given(ram_gib) if ram_gib else probe_host().with_disk(path)
     card = probe_card(dit.device) if dit.device.type == "cuda" else None
     if vram_gib:
@@ -275,6 +279,7 @@ class GraphModels(Models):
             keep=True,
             embedding_folders=() if own is None else own.embedding_folders,
             conditions=None if own is None else own.conditions,
+            loading=None if own is None else own.loading,
         )
         self._given = {kind: part for kind, part in given.items() if part is not None}
 

@@ -1,6 +1,7 @@
 """What a weight file is, before anything is loaded; and the same file quantised.
 
     FILE ──inspect_file──▶ part, layout, partition, formats by layer, sizes, label, kernels here, needs, fingerprint
+    DIR of a whole model ─▶ the same of each part in it, and what in it is not usable
     IN   ──quantize_file─▶ OUT, a ComfyUI file, and what was done
 
 Only headers and the small markers of quantised layers are read, the whole file where its SHA-256 is asked for.
@@ -24,6 +25,7 @@ from .checkpoint.gguf_file import open_weights
 from .checkpoint.info import CheckpointInfo, on_device
 from .checkpoint.load import open_audio_vae, open_dit, open_video_vae
 from .checkpoint.opening import Checkpoint, open_checkpoint
+from .checkpoint.parts import PartPaths, find_parts
 from .checkpoint.pieces import Online
 from .checkpoint.reader import full_sha256, listed
 from .checkpoint.text_layers import TextLayers, holds_text_encoder, text_path
@@ -35,6 +37,7 @@ Results = list[dict[str, Any]]
 OPENERS = {"dit": open_dit, "video_vae": open_video_vae, "audio_vae": open_audio_vae}
 GIGABYTE = 1e9
 LORA_SIGNS = ("lora_", ".lora", "_lora")
+UNUSABLE = "not usable"  # a part of a model folder that another part does not fail for
 
 
 def device_here() -> str:
@@ -44,11 +47,37 @@ def device_here() -> str:
 def inspect_file(path: str | os.PathLike, sha256: bool = False, layout: str | None = None) -> tuple[Results, list[str]]:
     """Everything known of the weights at ``path`` (file, shard, index or folder): results for JSON, lines for people.
 
-    CheckpointError says what a file is that cannot be used, with expected and found sizes where it is damaged.
+    The folder of a whole model gives the rows of one part after another, each with its place as ``of``. CheckpointError
+    says what a file is that cannot be used, with expected and found sizes where it is damaged.
     """
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a file or folder that does.")
+    parts = find_parts(path) if path.is_dir() else None
+    places = [] if parts is None else places_of(parts)
+    if len(places) < 2:
+        return _inspect_one(path, sha256, layout)
+    results, lines = [], []
+    for part, place in places:
+        of = str(place.relative_to(path)) if place != path else place.name
+        try:
+            rows, said = _inspect_one(place, sha256, layout if part == "dit" else None)
+        except CheckpointError as error:
+            rows = [_row("part", TITLES[part]), _row(UNUSABLE, str(error))]
+            said = lines_of(rows)
+        results += [{**row, "of": of} for row in rows]
+        lines += [f"--- {of}", *said]
+    skipped = [_row("skipped", reason) for reason in parts.skipped]
+    return results + skipped, lines + lines_of(skipped)
+
+
+def places_of(parts: PartPaths) -> list[tuple[str, Path]]:
+    """(part, its file or folder) of everything found in a model folder, DiTs first."""
+    named = [(name, getattr(parts, name)) for name in ("text_encoder", "video_vae", "audio_vae")]
+    return [*(("dit", dit.path) for dit in parts.dits), *((name, place) for name, place in named if place is not None)]
+
+
+def _inspect_one(path: Path, sha256: bool, layout: str | None) -> tuple[Results, list[str]]:
     if looks_like_lora(path):
         lora = open_lora(path)
         results, files = describe_lora(lora), lora.source.files

@@ -66,6 +66,7 @@ def make_manifest(result: RenderResult) -> dict:
                 "format": info.format,
                 "partition": info.partition,
                 "fingerprint": info.fingerprint,
+                "quantisation": info.quantisation,
             }
             for part, info in sorted(result.infos.items())
         },

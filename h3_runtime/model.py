@@ -16,9 +16,10 @@ import psutil
 import torch
 
 from .checkpoint.info import CheckpointInfo, on_device, stored_tensors
-from .checkpoint.load import load_audio_vae, load_video_vae, open_audio_vae, open_dit, open_video_vae
+from .checkpoint.load import OpenedPart, load_audio_vae, open_audio_vae, open_dit, open_video_vae
 from .checkpoint.opening import open_checkpoint
 from .checkpoint.parts import PartPaths
+from .checkpoint.pieces import Online
 from .checkpoint.reader import listed
 from .checkpoint.text_layers import TextLayers
 from .decode import Decoder
@@ -30,6 +31,7 @@ from .lora import plan as plan_loras
 from .memory.placement import Placement, place_dit, place_video_vae
 from .memory.plan_lines import gib
 from .memory.streaming import DiTLayers, run_in_order
+from .memory.weights import piece_bytes
 from .models.attention import CANONICAL, ChunkSizes
 from .models.dit import DiT
 from .text.conditions import ConditionCache
@@ -40,9 +42,9 @@ RESIDENT = Placement(adaln="resident")
 
 @dataclass(frozen=True)
 class Loading:
-    """How the DiT's weights are brought in. ``quantise`` (int8_convrot, int8, fp8) while loading, all block linears but
-    those that ``exclude`` names; ``loras`` as side branches, so that placement never changes a result. ``encoder``:
-    where the text encoder's layers are (None: by what is free)."""
+    """How weights are brought in. ``quantise`` (of a RenderRequest) while loading, all linears of a part's blocks but
+    those that ``exclude`` names; ``loras`` as side branches, so that placement never changes a result. ``placement``:
+    of the DiT; ``encoder``: where the text encoder's layers are (None: by what is free)."""
 
     quantise: str | None = None
     exclude: tuple[str, ...] = ()
@@ -51,16 +53,27 @@ class Loading:
     chunks: ChunkSizes = CANONICAL
     encoder: Placement | None = None
 
+    def online(self, part: str) -> Online | None:
+        """How ``part`` (dit, text_encoder, video_vae) is quantised while it loads; None: it is not."""
+        return Online.of(part, self.quantise, self.exclude)
+
 
 def place_encoder(
-    weights: EncoderWeights, dtype: torch.dtype | None, device: str | torch.device, keep: bool = False
+    weights: EncoderWeights,
+    dtype: torch.dtype | None,
+    device: str | torch.device,
+    keep: bool = False,
+    online: Online | None = None,
 ) -> Placement:
     """Resident while the text encoder takes no more than half of the device's free memory, else streamed: from RAM when
     it is kept for more prompts and half of the free RAM holds it, else from its file."""
     checkpoint, device = weights.checkpoint, torch.device(device)
     names = stored_tensors(checkpoint)
     nbytes = sum(checkpoint.source.nbytes(name) for name in names)
-    if dtype is not None:
+    if online is not None:
+        text = TextLayers(checkpoint.source.path, weights.config.layers, dtype, online)
+        nbytes = sum(piece_bytes(text.pieces).values())
+    elif dtype is not None:
         plain = frozenset(checkpoint.plain)
         values = sum(torch.Size(shape).numel() for name, shape in checkpoint.shapes.items() if name in plain)
         nbytes = max(nbytes, values * dtype.itemsize)
@@ -112,15 +125,17 @@ class Models:
                 raise H3Error(f"no {name} was found in the model folder{unusable}: add its file")
         if f"dit:{dit}" not in self._loaded:
             how = self.loading
-            opened = open_dit(dit, self.dtype, self.layout, quantise=how.quantise, exclude=how.exclude)
+            opened = open_dit(dit, self.dtype, self.layout, quantise=how.online("dit"))
             if how.loras:
                 plan_loras(opened.module, how.loras)
-        for part, path, opener in (
-            ("video_vae", self.parts.video_vae, open_video_vae),
-            ("audio_vae", self.parts.audio_vae, open_audio_vae),
+        if encoder:
+            self.describe_encoder(open_weights(self.parts.text_encoder))  # refuses what it cannot quantise
+        for part, opener in (
+            ("video_vae", self._open_video_vae),
+            ("audio_vae", lambda: open_audio_vae(self.parts.audio_vae)),
         ):
             if part not in self.infos:
-                self.infos[part] = on_device(opener(path).info, self.device)
+                self.infos[part] = on_device(opener().info, self.device)
 
     def follow(self, plan: Plan) -> list[str]:
         """Have the DiT placed as ``plan`` says, from its next load on; sentences about it. H3Error with what would fit
@@ -147,7 +162,7 @@ class Models:
 
     def _placed(self, path: Path) -> tuple[tuple[DiT, DiTLayers], CheckpointInfo]:
         how, self.lora_plan = self.loading, None
-        opened = open_dit(path, self.dtype, self.layout, quantise=how.quantise, exclude=how.exclude)
+        opened = open_dit(path, self.dtype, self.layout, quantise=how.online("dit"))
         info = opened.info
 
         def put_loras(dit: DiT) -> None:
@@ -168,8 +183,11 @@ class Models:
             )
         return (dit, layers._replace(chunks=how.chunks)), info
 
+    def _open_video_vae(self) -> OpenedPart:
+        return open_video_vae(self.parts.video_vae, quantise=self.loading.online("video_vae"))
+
     def video_vae(self) -> torch.nn.Module:
-        return self._load("video_vae", "video_vae", lambda: load_video_vae(self.parts.video_vae, self.device))
+        return self._load("video_vae", "video_vae", lambda: self._open_video_vae().load(self.device))
 
     def decoders(self) -> list[Decoder]:
         """Ways to decode the picture, the next one for when memory runs out: whole on the device, layer by layer from
@@ -180,8 +198,7 @@ class Models:
 
         def streamed(device: str | torch.device, latent: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
             self.release("video_vae")
-            opened = open_video_vae(self.parts.video_vae)
-            vae, layers = place_video_vae(opened, Placement("ram"), torch.device(device))
+            vae, layers = place_video_vae(self._open_video_vae(), Placement("ram"), torch.device(device))
             return vae.decode_chunks(latent.to(device), start=start, layers=lambda: run_in_order(layers))
 
         ways = [Decoder(f"resident on {self.device}", whole), Decoder("layer by layer", partial(streamed, self.device))]
@@ -195,9 +212,10 @@ class Models:
     def text_encoder(self) -> TextEncoder:
         def load():
             weights = open_weights(self.parts.text_encoder)
-            placement = self.loading.encoder or place_encoder(weights, self.dtype, self.device, self.keep)
+            online = self.loading.online("text_encoder")
+            placement = self.loading.encoder or place_encoder(weights, self.dtype, self.device, self.keep, online)
             encoder = TextEncoder.load(
-                self.parts.text_encoder, self.parts.tokenizer, dtype=self.dtype, device=self.device, placement=placement
+                self.parts.text_encoder, self.parts.tokenizer, self.dtype, self.device, None, placement, online
             )
             return encoder, on_device(encoder.info, self.device)
 
@@ -205,7 +223,8 @@ class Models:
 
     def describe_encoder(self, weights: EncoderWeights) -> CheckpointInfo:
         """The encoder's info from its headers, without its weights: a kept condition needs no more."""
-        layers = TextLayers(self.parts.text_encoder, weights.config.layers, self.dtype)
+        online = self.loading.online("text_encoder")
+        layers = TextLayers(self.parts.text_encoder, weights.config.layers, self.dtype, online)
         return on_device(layers.info, self.device)
 
     def text_width(self, task: str) -> int:

@@ -13,6 +13,7 @@ import argparse
 import re
 
 from .errors import H3Error
+from .weight_commands import add_quantise_options
 
 
 def add_plan(commands) -> argparse.ArgumentParser:
@@ -37,6 +38,7 @@ def add_plan(commands) -> argparse.ArgumentParser:
     model.add_argument("--model", metavar="DIR", help="model folder, for the sizes of its other parts too")
     model.add_argument("--layout", help="read the DiT in this layout, where its names leave a choice")
     model.add_argument("--lora", action="append", default=[], metavar="FILE", help="a LoRA beside the weights")
+    add_quantise_options(model)
     command.set_defaults(run=run_plan)
     return command
 
@@ -104,17 +106,23 @@ def sizes_of(arguments):
 def _weights(arguments, task: str):
     """(ModelWeights, a file on the disk they are read from or None)."""
     from .checkpoint.parts import find_parts
+    from .checkpoint.pieces import Online
     from .lora import Lora
     from .memory.weights import NAMED_WEIGHTS, parts_of, released, weights_of
+    from .quant.online import PARTS
 
     loras = [Lora(path) for path in arguments.lora]
     parts = None if arguments.model is None else find_parts(arguments.model)
     named = arguments.weights
     if named is None:
         named = "bf16" if parts is None else str(parts.dit_for(task).path)
-    dit = weights_of(named, loras, arguments.layout)
+    online = {part: Online.of(part, arguments.quantise, arguments.exclude) for part in PARTS.values()}
+    dit = weights_of(named, loras, arguments.layout, online["dit"])
     place = named if named not in NAMED_WEIGHTS else arguments.model
-    return released(dit) if parts is None else parts_of(parts, dit), place
+    unread = [word for word, part in PARTS.items() if part != "dit" and online[part] and parts is None]
+    if unread:
+        raise H3Error(f"--quantise {unread[0]}=... needs that part's file: add --model DIR, or leave it out")
+    return released(dit) if parts is None else parts_of(parts, dit, online), place
 
 
 def _machine(arguments, place: str | None):

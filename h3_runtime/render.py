@@ -20,7 +20,6 @@ import torch
 from . import __version__
 from .checkpoint.info import CheckpointInfo
 from .checkpoint.opening import wrong_partition
-from .checkpoint.reader import fingerprint
 from .errors import H3Error
 from .fidelity import Fidelity, compose, use
 from .geometry import FPS, TRAINED_FRAMES, Canvas
@@ -302,7 +301,7 @@ def _loaded_condition(request: RenderRequest, made: MadeCondition, models: Model
     record, file = made.record, request.embeds.name
     here = None
     if models.parts.text_encoder is not None:
-        here = fingerprint(open_weights(models.parts.text_encoder).source.files)
+        here = models.describe_encoder(open_weights(models.parts.text_encoder)).fingerprint
     note = f"the prompt's states come from {file}, made by {record.encoder}"
     if here not in (None, record.fingerprint):
         note += f"; {models.parts.text_encoder.name} in the model folder is another encoder and would give other states"

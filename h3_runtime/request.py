@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .errors import H3Error
 from .geometry import AUDIO_CHANNELS, AUDIO_LATENT_RATE, FPS, is_number, is_whole
+from .quant.online import by_part
 from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, check_seed
 
 WORD_MASKS = ("keep", "all")
@@ -262,7 +263,8 @@ class RenderRequest:
     ``mask`` is a picture, one per frame, or the words keep / all; ``sound_mask`` a SoundMask or the same words;
     ``source`` is the clip that masks keep and denoise starts from; ``state`` a saved partial latent to continue.
     ``references`` stand in the user's order; ``embeds`` is a saved condition of this prompt, which spares the encoder.
-    ``quantise`` names a way to quantise the DiT's block linears while loading, all but those ``exclude`` names.
+    ``quantise`` names a way to quantise the DiT's block linears while loading, or parts with theirs
+    (``dit=int8_convrot,text=fp8,video_vae=int8``), all but those ``exclude`` names (``text:PATTERN``).
     """
 
     prompt: str
@@ -309,6 +311,7 @@ class RenderRequest:
         check_references(self.references)
         if self.embeds is not None and self.embeds.path is None:
             raise H3Error("a saved condition must be a file: make one with embed save")
+        by_part(self.quantise, self.exclude)
         if self.dtype not in (None, "float32"):
             raise H3Error(f"dtype {self.dtype!r}: leave it out (as stored) or give float32")
         if (self.mask is not None or self.sound_mask is not None) and self.source is None and self.state is None:

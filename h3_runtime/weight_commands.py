@@ -12,7 +12,9 @@ from .errors import H3Error
 
 def add_inspect(commands) -> argparse.ArgumentParser:
     command = commands.add_parser("inspect", help="what a weight file is: layout, formats, label, kernels here")
-    command.add_argument("file", metavar="FILE", help="a weight file, a shard, an index or a folder of one checkpoint")
+    command.add_argument(
+        "file", metavar="FILE", help="a file, a shard, an index, a folder of one checkpoint or of a model"
+    )
     command.add_argument("--layout", help="read it in this layout, where its names leave a choice")
     command.add_argument("--sha256", action="store_true", help="hash the whole file as well (reads all of it)")
     command.set_defaults(run=run_inspect)
@@ -20,12 +22,12 @@ def add_inspect(commands) -> argparse.ArgumentParser:
 
 
 def run_inspect(arguments, say) -> tuple[list[dict], int]:
-    from .inspection import inspect_file
+    from .inspection import UNUSABLE, inspect_file
 
     results, lines = inspect_file(arguments.file, arguments.sha256, arguments.layout)
     for line in lines:
         say(line)
-    return results, 0
+    return results, int(any(row["name"] == UNUSABLE for row in results))
 
 
 def add_quantize(commands) -> argparse.ArgumentParser:
@@ -60,13 +62,21 @@ def run_quantize(arguments, say) -> tuple[list[dict], int]:
     return results, 0
 
 
+def add_quantise_options(group) -> None:
+    """Which parts are quantised while they load."""
+    group.add_argument("--quantise", metavar="METHOD|PART=METHOD,...",
+                       help="quantise the DiT while loading, or the parts named: int8_convrot, int8 or fp8; "
+                       "dit, text or video_vae, e.g. dit=int8_convrot,text=fp8")  # fmt: skip
+    group.add_argument("--exclude", action="append", default=[], metavar="[PART:]PATTERN",
+                       help="layers of the DiT, or of PART, that --quantise leaves as they are, e.g. 'blocks.0.*'; "
+                       "may be repeated")  # fmt: skip
+
+
 def add_loading_options(group) -> None:
-    """How render brings in the DiT's weights; the last three change no result."""
+    """How render brings in the weights; the last three change no result."""
     group.add_argument("--lora", action="append", default=[], metavar="FILE[@STRENGTH]",
                        help="LoRA in any circulated layout, with a strength (default 1); may be repeated")  # fmt: skip
-    group.add_argument("--quantise", choices=["int8_convrot", "int8", "fp8"], help="quantise the DiT while loading")
-    group.add_argument("--exclude", action="append", default=[], metavar="PATTERN",
-                       help="layers that --quantise leaves as they are; may be repeated")  # fmt: skip
+    add_quantise_options(group)
     group.add_argument("--place", choices=["resident", "ram", "disk"], help="blocks stay on the device, "
                        "or come from RAM or disk: the same bits (default: the plan chooses)")  # fmt: skip
     group.add_argument("--resident-layers", type=int, default=0, metavar="N", help="with --place: blocks that stay")
@@ -84,8 +94,17 @@ def loras_of(arguments) -> tuple:
     return loras
 
 
+def quantised_loading(arguments):
+    """Loading that quantises as the command line says."""
+    from .model import Loading
+    from .quant.online import by_part
+
+    by_part(arguments.quantise, arguments.exclude)
+    return Loading(arguments.quantise, tuple(arguments.exclude))
+
+
 def loading_of(arguments, request):
-    """How the request and the command line want the DiT loaded."""
+    """How the request and the command line want the parts loaded."""
     from .lora import Lora
     from .memory.placement import Placement
     from .model import Loading

@@ -33,6 +33,22 @@ PLACES = ["auto", "resident", "ram", "disk"]
 PICK = "The small carried model needs no download: it shows that every part runs, its pictures are blotches of colour."
 
 
+def quantise_input(which: str = ""):
+    """The widget of a loader; ``which`` weights it is about, where a file holds others."""
+    return io.Combo.Input(
+        "quantise",
+        optional=True,
+        options=QUANTISE,
+        default="no",
+        tooltip=f"Quantise {which or 'the'} weights while they are loaded: less memory, another result (labelled).",
+    )
+
+
+def asked_of(word: str, method: str) -> str | None:
+    """The widget's method for the part ``word``, as the runtime takes it."""
+    return None if method == "no" else f"{word}={method}"
+
+
 def choices(kind: str) -> list[str]:
     carried = [CARRIED, CARRIED_REFERENCES] if kind == "dit" else [CARRIED]
     return [*carried, *host.folder_files(*FOLDERS[kind])]
@@ -131,13 +147,7 @@ class LoadModel(Node):
                     default="detect",
                     tooltip="Only for a file whose layout cannot be told from its tensors; detect otherwise.",
                 ),
-                io.Combo.Input(
-                    "quantise",
-                    optional=True,
-                    options=QUANTISE,
-                    default="no",
-                    tooltip="Quantise the weights while they are loaded: less memory, another result (labelled).",
-                ),
+                quantise_input(),
                 io.Combo.Input(
                     "place",
                     optional=True,
@@ -166,7 +176,7 @@ class LoadModel(Node):
         from ..h3_runtime import Loading, Placement
 
         placement = None if place == "auto" else Placement(place, adaln=place)
-        loading = Loading(quantise=None if quantise == "no" else quantise, placement=placement)
+        loading = Loading(quantise=asked_of("dit", quantise), placement=placement)
         part, notes = open_part("dit", model, precision, layout, loading)
         partition = {
             "fl2va": "FL2VA weights (text, first and last frame, guides)",
@@ -200,6 +210,7 @@ class LoadTextEncoder(Node):
                     default="as stored",
                     tooltip="as stored: the number type of the file, the exact baseline. float32: weights cast up.",
                 ),
+                quantise_input("its layers'"),
             ],
             outputs=[io.Clip.Output(display_name="clip")],
             hidden=[io.Hidden.unique_id],
@@ -215,8 +226,11 @@ class LoadTextEncoder(Node):
 
     @classmethod
     @host.runtime_mode
-    def execute(cls, text_encoder, precision="as stored"):
-        part, notes = open_part("text_encoder", text_encoder, precision)
+    def execute(cls, text_encoder, precision="as stored", quantise="no"):
+        from ..h3_runtime import Loading
+
+        loading = Loading(quantise=asked_of("text", quantise))
+        part, notes = open_part("text_encoder", text_encoder, precision, loading=loading)
         return cls.report(notes, EncoderAsClip(part))
 
 
@@ -244,6 +258,7 @@ class LoadVaes(Node):
                     options=choices("audio_vae"),
                     tooltip="A file in models/vae: the audio VAE of MiniMax H3, in float32.",
                 ),
+                quantise_input("the video VAE decoder's"),
             ],
             outputs=[
                 io.Vae.Output("video", display_name="video vae"),
@@ -263,8 +278,10 @@ class LoadVaes(Node):
 
     @classmethod
     @host.runtime_mode
-    def execute(cls, video_vae, audio_vae):
-        picture, said = open_part("video_vae", video_vae)
+    def execute(cls, video_vae, audio_vae, quantise="no"):
+        from ..h3_runtime import Loading
+
+        picture, said = open_part("video_vae", video_vae, loading=Loading(quantise=asked_of("video_vae", quantise)))
         sound, more = open_part("audio_vae", audio_vae)
         return cls.report([*said, *more], PictureAsVae(picture), SoundAsVae(sound))
 

@@ -7,9 +7,11 @@ Pieces (a part, and how each piece of it is made) ──describe──▶ Checkp
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -47,9 +49,10 @@ class CheckpointInfo:
     """What was loaded. ``dtypes`` counts tensors by stored number type; ``approximate`` says why a render from these
     weights cannot be exact (None: it can).
 
-    ``formats`` counts quantised layers by format as stored, ``online`` those quantised while loading; ``kernels`` tells
-    per operation what computes it and why; ``needs`` names what must be installed and is not; ``paths`` are the
-    entries of the fidelity registry that these weights bring into a render.
+    ``fingerprint`` is that of the files, and of what is quantised while loading. ``formats`` counts quantised layers by
+    format as stored, ``online`` those quantised while loading; ``kernels`` tells per operation what computes it and
+    why; ``needs`` names what must be installed and is not; ``paths`` are the entries of the fidelity registry that
+    these weights bring into a render.
     """
 
     path: str
@@ -108,7 +111,7 @@ def describe(pieces: Pieces, notes: Iterable[str], reasons: list[str], partition
         partition=partition,
         dtypes=dict(Counter(source.dtypes[name] for name in names)),
         nbytes=sum(source.nbytes(name) for name in names),
-        fingerprint=fingerprint(source.files),
+        fingerprint=fingerprint(source.files) + _online_mark(pieces.online),
         notes=(*checkpoint.notes, *notes),
         approximate=_why(checkpoint, formats, online, reasons, curve),
         formats=dict(formats),
@@ -116,6 +119,14 @@ def describe(pieces: Pieces, notes: Iterable[str], reasons: list[str], partition
         needs=_needs(checkpoint),
         paths=tuple(paths),
     )
+
+
+def _online_mark(online: Mapping[str, str]) -> str:
+    """What quantising while loading adds to a fingerprint, "" for nothing: the methods, and which linears by hash."""
+    if not online:
+        return ""
+    digest = hashlib.sha256(json.dumps(sorted(online.items())).encode()).hexdigest()
+    return f"+{'+'.join(sorted(set(online.values())))}:{digest[:16]}"
 
 
 def stored_tensors(checkpoint: Checkpoint) -> list[str]:

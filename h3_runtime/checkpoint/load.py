@@ -84,7 +84,7 @@ def open_dit(
     notes, reasons = _differences(checkpoint, islands, target)
     dtypes = {name: torch.float32 if name in islands else target for name in checkpoint.recipes}
     kept = frozenset(name for name in checkpoint.layers if f"{name}.weight" not in islands and _is_linear(module, name))
-    online = _online(quantise, exclude)
+    online = online_of(quantise, exclude)
     chosen = dict.fromkeys(online.linears(checkpoint), online.method) if online else {}
     pieces = Pieces(checkpoint, dtypes, wanted, target, kept, chosen)
     partition, said = find_partition(checkpoint.source)
@@ -119,7 +119,7 @@ def open_video_vae(
     exclude: Sequence[str] = (),
 ) -> OpenedPart:
     """Check the video VAE at ``path``; nothing but headers and latents_std is read. See ``load_video_vae``."""
-    return _open_vae("video_vae", (VideoVAEConfig, VideoVAE), (path, layout, config), _online(quantise, exclude))
+    return _open_vae("video_vae", (VideoVAEConfig, VideoVAE), (path, layout, config), online_of(quantise, exclude))
 
 
 def load_video_vae(
@@ -190,7 +190,8 @@ def _open_vae(part: str, types: tuple, place: tuple, online: Online | None) -> O
     return OpenedPart(module, pieces, describe(pieces, notes, reasons, "unknown"))
 
 
-def _online(quantise: str | Online | None, exclude: Sequence[str]) -> Online | None:
+def online_of(quantise: str | Online | None, exclude: Sequence[str] = ()) -> Online | None:
+    """A method's name and the layers left out as an ``Online``; H3Error for an exclusion from nothing."""
     if quantise is None and exclude:
         raise H3Error(f"exclude {listed(exclude)} leaves layers out of a quantisation: give quantise as well.")
     return Online(quantise, tuple(exclude)) if isinstance(quantise, str) else quantise

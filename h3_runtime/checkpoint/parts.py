@@ -54,7 +54,8 @@ class PartPaths:
                 return fitting[0]
             if fitting:
                 raise H3Error(
-                    f"{len(fitting)} DiTs fit the task {task} ({listed(str(d.path) for d in fitting)}); name one."
+                    f"{len(fitting)} DiTs fit the task {task} ({listed(str(d.path) for d in fitting)}); name one: "
+                    "--dit FILE (for plan: --weights FILE)."
                 )
         found = listed(f"{dit.path} ({dit.partition})" for dit in self.dits) or "none"
         reasons = f" Not usable: {listed(self.skipped)}" if self.skipped else ""

@@ -22,11 +22,10 @@ from ..errors import H3Error
 from ..quant.convrot import choose_group, quantise_float8, quantise_int8
 from ..quant.gguf import decode as decode_blocks
 from ..quant.linear import NUMBER_TYPES, QuantisedLinear
+from ..quant.online import SCHEMES, by_part
 from .opening import Checkpoint
 from .quantised import GGUF, StoredLayer
 from .reader import listed
-
-METHODS = ("int8_convrot", "int8", "fp8")
 
 VAE_BLOCK = "decoder.transformer_blocks.*"
 BLOCK_LINEARS = {
@@ -47,8 +46,14 @@ class Online:
     adaln: bool = False
 
     def __post_init__(self):
-        if self.method not in METHODS:
-            raise H3Error(f"quantise is {self.method!r}; choose one of {', '.join(METHODS)}.")
+        if self.method not in SCHEMES:
+            raise H3Error(f"quantise is {self.method!r}; choose one of {', '.join(SCHEMES)}.")
+
+    @staticmethod
+    def of(part: str, quantise: str | None, exclude: Sequence[str] = ()) -> Online | None:
+        """How ``part`` is quantised while it loads, of what a person asked for (``by_part``); None: it is not."""
+        asked = by_part(quantise, exclude).get(part)
+        return None if asked is None else Online(*asked)
 
     def linears(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         """The linears of this part that are quantised, in file order; H3Error for a pattern that excludes nothing,

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, H3Error
+from ..errors import CheckpointError
 from .formats import CheckpointFormat, Header, Rule
 from .gguf_file import open_weights
 from .info import CheckpointInfo, describe
-from .load import NUMBER_TYPES, compare_shapes
+from .load import NUMBER_TYPES, compare_shapes, online_of
 from .opening import CONFIG_KEY, Checkpoint
 from .pieces import Online, Pieces, StoredEmbedding
 from .quantised import find_layers
@@ -67,7 +67,7 @@ class TextLayers:
         path: str | os.PathLike,
         layers: int | None = None,
         dtype: torch.dtype | None = None,
-        quantise: str | None = None,
+        quantise: str | Online | None = None,
         exclude: Sequence[str] = (),
     ):
         self.checkpoint, self.layout = open_text(path, layers)
@@ -75,13 +75,11 @@ class TextLayers:
             self.sizes = TextSizes.from_shapes(self.checkpoint.shapes)
         except CheckpointError as error:
             raise CheckpointError(f"{self.checkpoint.source.path} is no whole text encoder: {error}.") from None
-        if quantise is None and exclude:
-            raise H3Error("exclude leaves layers out of a quantisation: give quantise as well.")
         wanted = self.sizes.tensors()
         compare_shapes(self.checkpoint, wanted)
         self.dtype = dtype or self._stored_type()
-        online = Online(quantise, tuple(exclude)) if quantise else None
-        chosen = dict.fromkeys(online.linears(self.checkpoint), quantise) if online else {}
+        online = online_of(quantise, exclude)
+        chosen = dict.fromkeys(online.linears(self.checkpoint), online.method) if online else {}
         kept = frozenset(name for name in self.checkpoint.layers if name not in NO_LINEARS)
         dtypes = dict.fromkeys(self.checkpoint.recipes, self.dtype)
         self.pieces = Pieces(self.checkpoint, dtypes, wanted, self.dtype, kept, chosen)

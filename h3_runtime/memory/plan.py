@@ -21,6 +21,7 @@ import torch
 
 from ..checkpoint.load import open_dit
 from ..checkpoint.parts import PartPaths
+from ..checkpoint.pieces import Online
 from ..geometry import CLIP_FRAMES, MIN_FRAMES, PIXELS_PER_LATENT, PIXELS_PER_TOKEN, Canvas
 from ..guides import Placement as PlacedMedia
 from ..guides import place
@@ -29,6 +30,7 @@ from ..layout import PackedLayout
 from ..lora import Lora
 from ..models.attention import CANONICAL, ChunkSizes
 from ..models.video_tiles import TILE, TilePlan, decode_clips
+from ..quant.online import PARTS
 from ..request import RenderRequest
 from ..text.vision import PATCH_VALUES
 from .moments import FLOAT32, INT64, MODULATIONS, DiTLoad, Moment, denoise_weights, denoise_work, largest
@@ -452,8 +454,9 @@ def plan_request(
     placed = place(request) if placed is None else placed
     dtype = torch.float32 if request.dtype == "float32" else None
     path = parts.dit_for(placed.task).path
-    dit = dit_of(open_dit(path, dtype, layout, quantise=request.quantise, exclude=request.exclude))
-    weights = parts_of(parts, with_loras(dit, loras))
+    online = {part: Online.of(part, request.quantise, request.exclude) for part in PARTS.values()}
+    dit = dit_of(open_dit(path, dtype, layout, quantise=online["dit"]))
+    weights = parts_of(parts, with_loras(dit, loras), online)
     return plan(RenderSizes.of_request(request, placed), weights, card, host, accelerators)
 
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from ..checkpoint.load import NUMBER_TYPES, OpenedPart, open_audio_vae, open_dit, open_video_vae
 from ..checkpoint.parts import PartPaths
-from ..checkpoint.pieces import Pieces
+from ..checkpoint.pieces import Online, Pieces
 from ..checkpoint.text_layers import TextLayers
 from ..checkpoint.text_sizes import TextSizes
 from ..errors import H3Error
@@ -342,24 +342,33 @@ def released(dit: DiTWeights | None = None) -> ModelWeights:
     return ModelWeights(dit or named_dit(), named_video_vae(), named_audio_vae(), named_text())
 
 
-def weights_of(text: str, loras: Sequence[Lora] = (), layout: str | None = None) -> DiTWeights:
-    """The DiT that a user names: bf16, int8, fp32, or a file. H3Error when it is neither."""
+def weights_of(
+    text: str, loras: Sequence[Lora] = (), layout: str | None = None, online: Online | None = None
+) -> DiTWeights:
+    """The DiT that a user names: bf16, int8, fp32, or a file, quantised by ``online`` as it loads. H3Error when it is
+    neither."""
+    if text in NAMED_WEIGHTS and online is not None:
+        raise H3Error(f"weights {text!r} is no file, and only a file is quantised while loading: give one, or int8")
     if text in NAMED_WEIGHTS:
         return with_loras(named_dit(text), loras)
     if not Path(text).exists():
         raise H3Error(f"weights {text!r} is no file: give {', '.join(NAMED_WEIGHTS)}, or a file that exists")
-    return with_loras(dit_of(open_dit(text, layout=layout)), loras)
+    return with_loras(dit_of(open_dit(text, layout=layout, quantise=online)), loras)
 
 
-def parts_of(parts: PartPaths, dit: DiTWeights) -> ModelWeights:
-    """All parts of a model folder beside ``dit``, from their headers; the release's sizes for those not found."""
+def parts_of(parts: PartPaths, dit: DiTWeights, online: Mapping[str, Online | None] | None = None) -> ModelWeights:
+    """All parts of a model folder beside ``dit``, from their headers; the release's sizes for those not found.
+    ``online``: how a part is quantised while it loads."""
+    online = online or {}
     video = named_video_vae()
     if parts.video_vae is not None:
-        opened = open_video_vae(parts.video_vae)
+        opened = open_video_vae(parts.video_vae, quantise=online.get("video_vae"))
         video = _sorted_video_vae(opened.module.config, piece_bytes(opened.pieces))
     audio = named_audio_vae()
     if parts.audio_vae is not None:
         opened = open_audio_vae(parts.audio_vae)
         audio = AudioVAEWeights(opened.module.config, sum(piece_bytes(opened.pieces).values()))
-    text = named_text() if parts.text_encoder is None else text_of(TextLayers(parts.text_encoder))
+    text = named_text()
+    if parts.text_encoder is not None:
+        text = text_of(TextLayers(parts.text_encoder, quantise=online.get("text_encoder")))
     return ModelWeights(dit, video, audio, text)

@@ -1,6 +1,7 @@
 """Quantising float weights while loading: one linear at a time, the chosen GEMMs only, nothing else changes.
 
     nn.Linear (bf16) ──int8_convrot | int8 | fp8──▶ stored tensors + marker ──▶ the module that reads such a file
+    "dit=int8_convrot,text=fp8" + patterns left out ──by_part──▶ {part: (scheme, its patterns)}
 
 The stored tensors are the public layout, so what is computed from bf16 here equals what is computed from the file that
 ``quantize`` writes.
@@ -20,6 +21,7 @@ from .convrot import choose_group, quantise_float8, quantise_int8
 from .linear import NUMBER_TYPES, QuantisedLinear
 
 SCHEMES = ("int8_convrot", "int8", "fp8")
+PARTS = {"dit": "dit", "text": "text_encoder", "video_vae": "video_vae"}  # the word a person gives -> the part
 
 # The linears that are quantised, by their ComfyUI names.
 DIT_GEMMS = re.compile(r"^blocks\.\d+\.(attn\.(qkv_proj|out_proj)|mlp\.fc[12])$")
@@ -33,6 +35,37 @@ def check_scheme(scheme: str) -> None:
     """H3Error unless ``scheme`` is one of ``SCHEMES``."""
     if scheme not in SCHEMES:
         raise H3Error(f"quantisation {scheme!r} is unknown; take one of {', '.join(SCHEMES)}")
+
+
+def by_part(quantise: str | None, exclude: Iterable[str] = ()) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """What a person asks for -> {part: (scheme, patterns left as they are)}.
+
+    ``quantise``: a scheme, which is the DiT's, or parts with theirs: ``dit=int8_convrot,text=fp8``. A pattern of
+    ``exclude`` is the DiT's too, unless it names its part: ``text:language_model.layers.0.*``. H3Error for what cannot
+    be read, and for a pattern of a part that is not quantised.
+    """
+    schemes: dict[str, str] = {}
+    for item in () if quantise is None else quantise.split(","):
+        word, names_part, scheme = item.strip().rpartition("=")
+        word = word if names_part else "dit"
+        if word not in PARTS:
+            raise H3Error(f"quantisation {quantise!r}: the part {word!r} is unknown; take one of {', '.join(PARTS)}")
+        if PARTS[word] in schemes:
+            raise H3Error(f"quantisation {quantise!r} names {word} twice: give it once")
+        check_scheme(scheme)
+        schemes[PARTS[word]] = scheme
+    patterns: dict[str, list[str]] = {}
+    for text in exclude:
+        word, names_part, pattern = text.partition(":")
+        word, pattern = (word, pattern) if names_part else ("dit", text)
+        if PARTS.get(word) not in schemes:
+            known = f"not among {', '.join(PARTS)}" if word not in PARTS else "not quantised"
+            raise H3Error(
+                f"exclude {text!r} leaves layers of {word!r} out of a quantisation, and that is {known}: give quantise "
+                "for that part as well, or leave it out"
+            )
+        patterns.setdefault(PARTS[word], []).append(pattern)
+    return {part: (scheme, tuple(patterns.get(part, ()))) for part, scheme in schemes.items()}
 
 
 def quantise_weight(weight: Tensor, scheme: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.gguf_file import open_weights as open_source
 from ..checkpoint.opening import Checkpoint
+from ..checkpoint.pieces import Online
 from ..checkpoint.reader import TensorSource, listed
 from ..checkpoint.text_layers import OWN_FILE, TextLayers, open_text, text_path  # noqa: F401  (the maker's name)
 from ..checkpoint.text_layout import EMBEDDING, Layout, count_layers, recognise_text
@@ -187,12 +188,13 @@ class TextEncoder:
         device: str | torch.device = "cpu",
         layers: int | None = None,
         placement: Placement | None = None,
+        quantise: str | Online | None = None,
     ) -> TextEncoder:
         """Read an encoder (see ``open_weights`` for what ``path`` may be) and find its vocabulary.
 
         dtype: of plain weights and of the states returned; None keeps the file's (bf16 in the release, and beside
         quantised layers, which keep their stored types). placement: where the layers are while they are not needed
-        (default: resident); it never changes a state.
+        (default: resident); it never changes a state. quantise: the linears of its layers, while they are read.
         tokenizer_dir: folder with vocab.json and merges.txt, when they do not lie where ``Tokenizer.find`` looks.
         Raises ``CheckpointError`` for files that do not fit, ``MissingDependency`` for transformers that cannot.
         """
@@ -203,7 +205,7 @@ class TextEncoder:
         _check_tokenizer(tokenizer, weights.config)
         module = build_module(weights.config)
         check_weights(module, weights)
-        text = TextLayers(path, weights.config.layers, dtype)
+        text = TextLayers(path, weights.config.layers, dtype, quantise)
         return cls(PlacedWeights(module, text, placement or Placement(), torch.device(device)), tokenizer, weights)
 
     @property
