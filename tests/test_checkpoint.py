@@ -422,7 +422,7 @@ def test_find_parts_in_comfyui_and_flat_folders(tmp_path):
     assert (parts.video_vae.name, parts.audio_vae.name) == ("video_vae.safetensors", "audio_vae.safetensors")
     assert parts.text_encoder == flat / "text_encoder" and parts.tokenizer == flat
     write_file(flat / "another.safetensors", dit)
-    with pytest.raises(H3Error, match="2 DiTs fit the task t2va"):
+    with pytest.raises(H3Error, match=r"2 DiTs fit the task t2va .*name one: --dit FILE"):
         find_parts(flat).dit_for("t2va")
 
 

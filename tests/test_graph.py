@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from h3_runtime import graph
+from h3_runtime.checkpoint.convert import quantise_checkpoint
 from h3_runtime.checkpoint.parts import find_parts
+from h3_runtime.checkpoint.pieces import Online
 from h3_runtime.demo.maker import make_model, make_reference_dit
 from h3_runtime.demo.media import sample_media
 from h3_runtime.errors import CheckpointError, H3Error
@@ -24,11 +26,13 @@ from h3_runtime.mask_picture import ANEW, KEPT, draw_masks
 from h3_runtime.media import Mp4Writer, read_clip
 from h3_runtime.media.join import Take, join_files
 from h3_runtime.memory.probe import Card
-from h3_runtime.model import Models
+from h3_runtime.memory.rows import RenderSizes
+from h3_runtime.model import Loading, Models
 from h3_runtime.recovery import RecoveryFolder
 from h3_runtime.render import render_request
 from h3_runtime.request import GuideRequest, Media, RenderRequest, SoundMask
 from h3_runtime.soundness import judge_latent
+from h3_runtime.text.encoder import open_weights
 
 from .small_jobs import clip, differ, job, one_thread, same, small_dit  # noqa: F401  (one_thread is a fixture)
 
@@ -65,6 +69,33 @@ def test_a_part_is_checked_when_chosen_and_read_when_used(model):
         Part.open("video_vae", model / "dit.safetensors")
     with pytest.raises(H3Error, match="as stored"):
         Part.open("dit", model / "dit.safetensors", "half")
+
+
+def test_a_part_is_quantised_while_it_loads(model):
+    """An encoder and a VAE as the loaders make them; what reads them in a graph says so."""
+    asked = {"text_encoder": "text=int8", "video_vae": "video_vae=int8_convrot", "dit": "dit=fp8"}
+    parts = {}
+    for kind, quantise in asked.items():
+        parts[kind] = Part.open(kind, model / f"{kind}.safetensors", loading=Loading(quantise=quantise))
+        parts[kind].load()
+    assert parts["text_encoder"].info.online == {"int8": 21} and parts["video_vae"].info.online == {"int8_convrot": 12}
+    assert parts["dit"].info.online == {"fp8": 16}
+    together = GraphModels(text_encoder=parts["text_encoder"])
+    seen = together.describe_encoder(open_weights(model / "text_encoder.safetensors"))
+    assert seen.fingerprint == parts["text_encoder"].info.fingerprint and seen.approximate
+    plain = Part.open("video_vae", model / "video_vae.safetensors")
+    dit = Part.open("dit", model / "dit.safetensors")
+    sizes = RenderSizes(CANVAS)
+    held = [
+        graph.plan_sizes(dit, sizes, [vae], 12.0, 16.0).stage("video decode").vram
+        for vae in (parts["video_vae"], plain)
+    ]
+    assert held[0] != held[1]
+    stored = model / "stored.safetensors"
+    quantise_checkpoint(model / "text_encoder.safetensors", stored, Online("int8"))
+    with pytest.raises(H3Error, match="quantised already"):
+        Part.open("text_encoder", stored, loading=Loading(quantise="text=int8"), vocabulary=model)
+    stored.unlink()
 
 
 def test_a_part_whose_partition_is_wrong_refuses_before_it_is_read(model):

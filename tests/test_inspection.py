@@ -18,7 +18,7 @@ from h3_runtime.checkpoint.reader import SafetensorsFile
 from h3_runtime.checkpoint.text_layers import TextLayers
 from h3_runtime.checkpoint.writer import write_safetensors
 from h3_runtime.cli import main
-from h3_runtime.demo.maker import make_model
+from h3_runtime.demo.maker import make_model, make_reference_dit
 from h3_runtime.errors import CheckpointError, H3Error
 from h3_runtime.inspection import inspect_file, quantize_file
 
@@ -82,6 +82,49 @@ def test_every_part_and_layout_is_told(model, tmp_path):
     told = rows_of(write_gguf(tmp_path / "h3.gguf", pruned(), {f"{name}.weight": "Q4_K" for name in BLOCK_LINEARS}))
     assert told["format"] == "Q4_K" and told["path"] == ["dit/gguf", "dit/pruned-curve", "kernel/gguf-dequantised"]
     assert any("partition" in need for need in told["needs"])
+
+
+def test_a_model_folder_is_told_part_by_part(model, tmp_path, capsys):
+    make_reference_dit(model)
+    results, lines = inspect_file(model)
+    parts = {row["of"]: row["value"] for row in results if row["name"] == "part"}
+    assert parts == {
+        "dit.safetensors": "DiT",
+        "dit_ref2va.safetensors": "DiT",
+        "text_encoder.safetensors": "text encoder",
+        "video_vae.safetensors": "video VAE",
+        "audio_vae.safetensors": "audio VAE",
+    }
+    told = {row["of"]: row["value"] for row in results if row["name"] == "partition"}
+    assert told == {"dit.safetensors": "fl2va", "dit_ref2va.safetensors": "ref2va"}
+    alone = inspect_file(model / "video_vae.safetensors")[0]
+    assert [{**row, "of": "video_vae.safetensors"} for row in alone] == [
+        row for row in results if row.get("of") == "video_vae.safetensors"
+    ]
+    assert [line for line in lines if line.startswith("--- ")] == [f"--- {name}" for name in parts]
+    official = official_repository(tmp_path / "official")
+    results, _ = inspect_file(official)
+    assert {row.get("of") for row in results} >= {os.path.join(name, "transformer") for name in ("FL2VA", "Ref2VA")}
+    assert main(["inspect", str(model)]) == 0 and "--- dit.safetensors" in capsys.readouterr().out
+
+
+def test_a_model_folder_tells_what_in_it_is_not_usable(model, tmp_path, capsys):
+    for name in ("dit", "video_vae", "audio_vae"):
+        os.link(model / f"{name}.safetensors", tmp_path / f"{name}.safetensors")
+    tensors = load_file(model / "dit.safetensors")
+    tensors.pop("blocks.0.norm1.weight")
+    save_file(tensors, tmp_path / "torn_dit.safetensors")
+    (tmp_path / "torn.safetensors").write_bytes(b"no header")
+    assert main(["inspect", str(tmp_path), "--json"]) == 1
+    results = json.loads(capsys.readouterr().out)["results"]
+    unusable = [row for row in results if row["name"] == "not usable"]
+    assert [row["of"] for row in unusable] == ["torn_dit.safetensors"] and "norm1" in unusable[0]["value"]
+    assert any(row["name"] == "skipped" and "torn.safetensors" in row["value"] for row in results)
+    assert {row["of"] for row in results if row["name"] == "fingerprint"} == {
+        "dit.safetensors",
+        "video_vae.safetensors",
+        "audio_vae.safetensors",
+    }
 
 
 def test_a_lora_is_told(tmp_path):

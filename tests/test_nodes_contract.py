@@ -50,6 +50,21 @@ def streams(value: float | None = None, frames: int = 7, sound: int = 37):
     return torch.randn(1, 24, frames, 4, 6), torch.randn(1, 32, 2, sound)
 
 
+# ---- loaders
+
+
+def test_every_loader_quantises_its_part(pack, parts):
+    (clip,) = pack.run("H3RuntimeLoadTextEncoder", text_encoder=CARRIED, quantise="int8")
+    video_vae, _ = pack.run("H3RuntimeLoadVaes", video_vae=CARRIED, audio_vae=CARRIED, quantise="int8_convrot")
+    (model,) = pack.run("H3RuntimeLoadModel", model=CARRIED, quantise="fp8")
+    for part, method in ((clip.part, "int8"), (video_vae.part, "int8_convrot"), (model, "fp8")):
+        part.load()
+        assert list(part.info.online) == [method] and part.info.approximate
+        part.release()
+    assert parts.clip.part.models.loading.online("text_encoder") is None
+    assert parts.video_vae.part.models.loading.online("video_vae") is None
+
+
 # ---- LATENT
 
 

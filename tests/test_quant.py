@@ -35,7 +35,7 @@ from h3_runtime.quant.linear import (
     what_ran,
 )
 from h3_runtime.quant.marker import read_marker, write_marker
-from h3_runtime.quant.online import DIT_GEMMS, TEXT_GEMMS, VIDEO_VAE_GEMMS, quantise_linear, quantise_module
+from h3_runtime.quant.online import DIT_GEMMS, TEXT_GEMMS, VIDEO_VAE_GEMMS, by_part, quantise_linear, quantise_module
 from h3_runtime.schedule import Schedule, map_sigma
 from h3_runtime.steps import plan_steps
 from h3_runtime.verify.cases import forward_values, layout_of
@@ -540,6 +540,36 @@ def test_exclusions():
         quantise_module(dit, "int4")
 
 
+def test_parts_are_named_with_their_scheme():
+    assert by_part(None) == {} and by_part("int8") == {"dit": ("int8", ())}
+    asked = by_part("dit=int8_convrot, text=fp8,video_vae=int8", ("blocks.0.*", "text:a", "dit:b", "text:c"))
+    assert asked == {
+        "dit": ("int8_convrot", ("blocks.0.*", "b")),
+        "text_encoder": ("fp8", ("a", "c")),
+        "video_vae": ("int8", ()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("quantise", "exclude", "words"),
+    [
+        ("int4", (), "'int4' is unknown"),
+        ("", (), "'' is unknown"),
+        ("text=", (), "'' is unknown"),
+        ("dit=int8,", (), "names dit twice|'' is unknown"),
+        ("sound=int8", (), "part 'sound' is unknown; take one of dit, text, video_vae"),
+        ("text=int8,text=fp8", (), "names text twice"),
+        ("text=int8", ("blocks.0.*",), "of 'dit' out of a quantisation, and that is not quantised"),
+        ("int8", ("text:a",), "of 'text' out of a quantisation, and that is not quantised"),
+        ("int8", ("sound:a",), "'sound' out of a quantisation, and that is not among dit, text, video_vae"),
+        (None, ("blocks.0.*",), "give quantise"),
+    ],
+)
+def test_parts_that_cannot_be_read_are_named(quantise, exclude, words):
+    with pytest.raises(H3Error, match=words):
+        by_part(quantise, exclude)
+
+
 @pytest.mark.parametrize(
     ("pattern", "yes", "no"),
     [
@@ -581,6 +611,7 @@ def test_the_parts_of_a_block_do_its_own_work(monkeypatch):
     quantised = bench_quant.copy.deepcopy(half)
     bench_quant.quantise_module(quantised, "int8_convrot")
     parts = bench_quant.parts_of_block(quantised.blocks[0], half.blocks[0], config, 40)
+    kernels.choices("cpu")  # its probe multiplies too
     done = []
     int_mm = torch._int_mm
 

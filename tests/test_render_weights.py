@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,16 @@ import torch
 from safetensors.torch import save_file
 
 from h3_runtime import cli
-from h3_runtime.checkpoint.load import load_dit
+from h3_runtime.checkpoint.load import load_dit, open_dit
+from h3_runtime.checkpoint.parts import find_parts
+from h3_runtime.checkpoint.pieces import Online
 from h3_runtime.demo.maker import make_model
+from h3_runtime.media import read_clip
+from h3_runtime.memory.plan import plan_request
+from h3_runtime.memory.probe import Card, Host
+from h3_runtime.memory.weights import named_dit, parts_of
+from h3_runtime.request import RenderRequest
+from h3_runtime.text.conditions import load_condition
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +77,69 @@ def test_placement_changes_nothing_and_quantisation_is_labelled(capsys, model, t
     assert status == 0 and again["latent"] == quantised["latent"] and "differs: nothing" in words
 
 
+def test_every_part_is_quantised_while_it_loads(capsys, model, tmp_path):
+    """By part: the text encoder changes the latent, the video VAE the pixels alone; labelled, recorded, repeated."""
+    _, plain, _ = render(capsys, model, tmp_path / "a.mp4")
+    text = ("--quantise", "text=int8_convrot", "--exclude", "text:language_model.layers.0.*")
+    status, encoded, words = render(capsys, model, tmp_path / "t.mp4", *text)
+    assert status == 0, words
+    assert encoded["latent"] != plain["latent"]
+    _, whole, _ = render(capsys, model, tmp_path / "w.mp4", *text[:2])
+    assert whole["latent"] not in (encoded["latent"], plain["latent"])  # also: no kept prompt of another quantisation
+    _, decoded, _ = render(capsys, model, tmp_path / "v.mp4", "--quantise", "video_vae=int8")
+    assert decoded["latent"] == plain["latent"]
+    assert read_clip(tmp_path / "v.mp4").frames.tobytes() != read_clip(tmp_path / "a.mp4").frames.tobytes()
+    every = ("--quantise", "dit=fp8,text=int8,video_vae=int8_convrot")
+    status, quantised, words = render(capsys, model, tmp_path / "q.mp4", *every)
+    assert status == 0, words
+    manifest = json.loads((tmp_path / "q.json").read_text())
+    labelled = {part["name"] for part in manifest["fidelity"]["parts"]}
+    assert {"dit/fp8", "encoder/int8", "video-vae/int8-convrot"} <= labelled
+    assert "text encoder file" in words and "video VAE file" in words
+    recorded = {name: part["quantisation"] for name, part in manifest["models"].items()}
+    assert recorded["text_encoder"] == "21 int8 (while loading)" and recorded["audio_vae"] == ""
+    status, again, words = render(capsys, model, tmp_path / "r.mp4", "--from", tmp_path / "q.mp4", prompt=())
+    assert status == 0 and again["latent"] == quantised["latent"] and "differs: nothing" in words
+    saved = tmp_path / "said.safetensors"
+    words = ["embed", "save", "--model", model, "--prompt", "a ball", *text, "--out", saved, "--size", "96x64"]
+    assert cli.main([str(word) for word in [*words, "--frames", 22, "--no-prompt-cache"]]) == 0
+    capsys.readouterr()
+    assert "quantised while loading" in load_condition(saved).record.approximate
+    status, told, words = render(capsys, model, tmp_path / "e.mp4", "--embeds", saved, *text)
+    assert status == 0 and told["latent"] == encoded["latent"] and "is another encoder" not in words
+    _, _, words = render(capsys, model, tmp_path / "o.mp4", "--embeds", saved)
+    assert "is another encoder" in words
+
+
+def test_a_fingerprint_covers_what_is_quantised_while_loading(model):
+    """Recovery files and kept prompts are found by it: a bf16 run is never taken up by an INT8 one."""
+    ways = [{}, {"quantise": "int8"}, {"quantise": "fp8"}, {"quantise": "int8", "exclude": ("blocks.0.*",)}]
+    assert len({open_dit(model / "dit.safetensors", **way).info.fingerprint for way in ways}) == len(ways)
+    again = open_dit(model / "dit.safetensors", **ways[3]).info.fingerprint
+    assert again == open_dit(model / "dit.safetensors", **ways[3]).info.fingerprint
+
+
+def test_the_plan_knows_what_is_quantised(capsys, model):
+    def planned(*arguments) -> str:
+        assert cli.main(["plan", "--model", str(model), "--size", "96x64", "--frames", "22", *arguments]) in (0, 1)
+        return capsys.readouterr().out
+
+    parts = find_parts(model)
+    online = {part: Online("int8") for part in ("text_encoder", "video_vae")}
+    plain, smaller = (parts_of(parts, named_dit(), way) for way in ({}, online))
+    assert sum(smaller.text.layers) < 0.6 * sum(plain.text.layers)
+    assert sum(smaller.video_vae.layers) < 0.6 * sum(plain.video_vae.layers)
+    assert planned("--quantise", "dit=int8,text=int8,video_vae=int8") != planned()
+    request = RenderRequest("a ball", (96, 64), frames=22, quantise="text=int8,video_vae=int8")
+    card, host = Card.given(12.0), Host.given(16.0)
+    quantised, whole = (plan_request(r, parts, card, host) for r in (request, replace(request, quantise=None)))
+    peaks = [[made.stage(name).vram for name in ("text", "video decode")] for made in (quantised, whole)]
+    assert peaks[0] != peaks[1]
+    assert cli.main(["plan", "--weights", "bf16", "--quantise", "int8"]) == 2
+    assert "is no file, and only a file is quantised" in capsys.readouterr().out
+    assert cli.main(["plan", "--quantise", "text=int8"]) == 2 and "add --model DIR" in capsys.readouterr().out
+
+
 def test_loras_are_applied_counted_labelled_and_repeated(capsys, model, lora, tmp_path):
     _, plain, _ = render(capsys, model, tmp_path / "a.mp4")
     status, styled, words = render(capsys, model, tmp_path / "b.mp4", "--lora", f"{lora}@0.5")
@@ -95,6 +167,10 @@ BAD = {
     "ring without a rung": (["--ahead", "2"], "go with --place ram or --place disk"),
     "ahead": (["--place", "ram", "--ahead", "0"], "placement keeps 0 layers"),
     "exclude": (["--quantise", "int8", "--exclude", "nothing.*"], "matches none"),
+    "exclude of the encoder": (["--quantise", "text=int8", "--exclude", "text:nothing.*"], "matches none"),
+    "exclude of the VAE": (["--quantise", "video_vae=int8", "--exclude", "video_vae:nothing"], "matches none"),
+    "method": (["--quantise", "int4"], "'int4' is unknown; take one of int8_convrot, int8, fp8"),
+    "part": (["--quantise", "audio_vae=int8"], "the part 'audio_vae' is unknown; take one of dit, text, video_vae"),
 }
 
 
