@@ -1,5 +1,8 @@
 """What INT8 does to a step on this machine: the same blocks in INT8, bf16 and float32, alternating in one process.
 
+On a card, at the release's width: INT8 and FP8 against bf16 (int8_to_bf16, fp8_to_bf16), and kernel/METHOD/NAME, the
+share of the device's time in each kernel of that step. Else, on the CPU:
+
 int8_to_bf16         seconds of all blocks in INT8 (ConvRot, bf16 activations) over those in bf16; below 1 is faster
 int8_to_fp32         the same over float32
 matmul_int8_to_bf16  of the matmuls alone: what this processor's int8 instructions give
@@ -13,12 +16,15 @@ from __future__ import annotations
 
 import copy
 import statistics
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from .bench import Results, take_turns
 from .models.attention import HEAD_GROUP, Where, dense_attention, inverse_frequencies, norm_rotate, rotary_table
@@ -41,9 +47,58 @@ CONFIG = DiTConfig(
     rope_frequencies=16,
 )
 ROWS = 1024
+CARD_CONFIG = replace(CONFIG, hidden=5376, layers=2, heads=56, ffn=14336)  # blocks of the release
+CARD_ROWS = 8192
+SHOWN = 12  # kernels told of a step on a card
 
 
-def bench_quant(config: DiTConfig = CONFIG, rows: int = ROWS, repeat: int = 9) -> Results:
+def bench_quant() -> Results:
+    """The bench of this machine: of its card where it has one, else of its CPU."""
+    return bench_card(torch.device("cuda")) if torch.cuda.is_available() else bench_cpu()
+
+
+def bench_card(
+    device: torch.device, config: DiTConfig = CARD_CONFIG, rows: int = CARD_ROWS, repeat: int = 9
+) -> Results:
+    """INT8 and FP8 against bf16 on ``device``: medians of ratios inside a round, and each kernel's share."""
+    torch.manual_seed(0)
+    models = {"bf16": DiT(config).eval().requires_grad_(False).to(device, torch.bfloat16)}
+    for name, method in (("int8", "int8_convrot"), ("fp8", "fp8")):
+        models[name] = copy.deepcopy(models["bf16"])
+        quantise_module(models[name], method)
+    runs = {name: lambda model=model: run_blocks(model, torch.bfloat16, rows) for name, model in models.items()}
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    seconds = take_turns(runs, repeat, clock)
+    results = [_ratio_of(seconds, name, "bf16") for name in ("int8", "fp8")]
+    results += [{"name": name, "value": statistics.median(taken), "unit": "s"} for name, taken in seconds.items()]
+    for name in ("int8", "fp8"):
+        shares = kernel_shares(runs[name], device)
+        results += [_ratio(f"kernel/{name}/{kernel}", share) for kernel, share in list(shares.items())[:SHOWN]]
+    return results + _kernels(device)
+
+
+def kernel_shares(run: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """Share of the device's time in each kernel (on the CPU: operation) of ``run``, the largest first."""
+    on_card = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_card else ProfilerActivity.CPU]) as seen:
+        run()
+        if on_card:
+            torch.cuda.synchronize(device)
+    spent = {
+        event.key: event.self_device_time_total if on_card else event.self_cpu_time_total
+        for event in seen.key_averages()
+    }
+    total = sum(spent.values())
+    assert total > 0, "the profiler saw nothing"
+    return {name: taken / total for name, taken in sorted(spent.items(), key=lambda item: -item[1]) if taken > 0}
+
+
+def bench_cpu(config: DiTConfig = CONFIG, rows: int = ROWS, repeat: int = 9) -> Results:
     """Ratios of medians over ``repeat`` rounds, with the seconds behind them and the kernel that was chosen."""
     torch.manual_seed(0)
     plain = DiT(config).eval().requires_grad_(False)
@@ -57,11 +112,7 @@ def bench_quant(config: DiTConfig = CONFIG, rows: int = ROWS, repeat: int = 9) -
     alone = parts_of_block(quantised.blocks[0], half.blocks[0], config, rows)
     seconds = take_turns({**runs, **alone}, repeat)
     parts = {name: config.layers * statistics.median(seconds.pop(name)) for name in alone}
-    results: Results = []
-    for other in ("bf16", "fp32"):
-        ratios = [a / b for a, b in zip(seconds["int8"], seconds[other])]
-        value = {"value": statistics.median(ratios), "unit": "ratio", "low": min(ratios), "high": max(ratios)}
-        results.append({"name": f"int8_to_{other}", **value})
+    results = [_ratio_of(seconds, "int8", other) for other in ("bf16", "fp32")]
     step = {name: statistics.median(taken) for name, taken in seconds.items()}
     plain_matmul = parts.pop("bf16 matmul")
     results.append(_ratio("matmul_int8_to_bf16", parts["matmul"] / plain_matmul))
@@ -70,9 +121,19 @@ def bench_quant(config: DiTConfig = CONFIG, rows: int = ROWS, repeat: int = 9) -
     results += [_ratio(f"share/{name}", part / step["int8"], seconds=part) for name, part in parts.items()]
     results += [{"name": name, "value": taken, "unit": "s"} for name, taken in step.items()]
     results.append({"name": "linears", "value": len(replaced), "unit": "quantised"})
-    for choice in choices(torch.device("cpu")):
-        results.append({"name": f"kernel/{choice.op}", "value": None, "unit": choice.backend, "note": choice.reason})
-    return results
+    return results + _kernels(torch.device("cpu"))
+
+
+def _ratio_of(seconds: dict[str, list[float]], one: str, other: str) -> dict[str, Any]:
+    ratios = [a / b for a, b in zip(seconds[one], seconds[other])]
+    return _ratio(f"{one}_to_{other}", statistics.median(ratios), low=min(ratios), high=max(ratios))
+
+
+def _kernels(device: torch.device) -> Results:
+    return [
+        {"name": f"kernel/{choice.op}", "value": None, "unit": choice.backend, "note": choice.reason}
+        for choice in choices(device)
+    ]
 
 
 def _ratio(name: str, value: float, **beside: float) -> dict[str, Any]:
@@ -129,11 +190,11 @@ def parts_of_block(int8: Block, bf16: Block, config: DiTConfig, rows: int) -> di
 
 def run_blocks(dit: DiT, dtype: torch.dtype, rows: int) -> Tensor:
     """All blocks over ``rows`` rows with two modulation rows: a step without embedding and heads."""
-    generator = torch.Generator().manual_seed(2)
-    h = torch.randn(rows, dit.config.hidden, generator=generator).to(dtype)
-    table = (0.1 * torch.randn(2, 6, dit.config.hidden, generator=generator)).to(dtype)
+    generator, device = torch.Generator().manual_seed(2), dit.device
+    h = torch.randn(rows, dit.config.hidden, generator=generator).to(device, dtype)
+    table = (0.1 * torch.randn(2, 6, dit.config.hidden, generator=generator)).to(device, dtype)
     positions = torch.arange(3 * rows, dtype=torch.float64).view(rows, 3)
-    rotary = rotary_table(positions, inverse_frequencies(dit.config.rope_frequencies), dtype)
+    rotary = rotary_table(positions, inverse_frequencies(dit.config.rope_frequencies).to(device), dtype)
     runs = (Run(0, rows // 2, 0), Run(rows // 2, rows, 1))
     context = ForwardContext(0, runs, rotary, dense_attention, lambda index: table)
     with torch.no_grad():

@@ -590,7 +590,7 @@ def test_bench_names_and_that_every_linear_was_quantised():
     from dataclasses import replace
 
     config = replace(bench_quant.CONFIG, hidden=64, layers=2, heads=2, head_dim=32, ffn=128, rope_frequencies=4)
-    results = {row["name"]: row["value"] for row in bench_quant.bench_quant(config, rows=16, repeat=1)}
+    results = {row["name"]: row["value"] for row in bench_quant.bench_cpu(config, rows=16, repeat=1)}
     assert min(results["int8_to_bf16"], results["int8_to_fp32"]) > 0
     assert results["linears"] == 8 and any(name.startswith("kernel/") for name in results)
     shares = {name.removeprefix("share/"): value for name, value in results.items() if name.startswith("share/")}
@@ -629,3 +629,17 @@ def test_the_parts_of_a_block_do_its_own_work(monkeypatch):
     parts["attention"]()
     bench_quant.run_blocks(quantised, torch.bfloat16, 40)
     assert shapes[:2] == shapes[2:] == [(40, 8, 32), (40, 2, 32)]
+
+
+def test_the_bench_of_a_card_tells_kernels_and_both_methods():
+    from dataclasses import replace
+
+    config = replace(bench_quant.CONFIG, hidden=64, layers=1, heads=2, head_dim=32, ffn=128, rope_frequencies=4)
+    rows = bench_quant.bench_card(torch.device("cpu"), config, rows=16, repeat=1)
+    results = {row["name"]: row["value"] for row in rows}
+    assert results["int8_to_bf16"] == pytest.approx(results["int8"] / results["bf16"])
+    assert results["fp8_to_bf16"] == pytest.approx(results["fp8"] / results["bf16"])
+    assert results["kernel/int8/aten::_int_mm"] > 0 and "kernel/fp8/aten::_int_mm" not in results
+    for method in ("int8", "fp8"):
+        shares = [value for name, value in results.items() if name.startswith(f"kernel/{method}/")]
+        assert len(shares) <= bench_quant.SHOWN and shares == sorted(shares, reverse=True) and 0.3 < sum(shares) <= 1
