@@ -1,7 +1,6 @@
 """What INT8 does to a step on this machine: the same blocks in INT8, bf16 and float32, alternating in one process.
 
-On a card, at the release's width: INT8 and FP8 against bf16 (int8_to_bf16, fp8_to_bf16), and kernel/METHOD/NAME, the
-share of the device's time in each kernel of that step. Else, on the CPU:
+On the CPU:
 
 int8_to_bf16         seconds of all blocks in INT8 (ConvRot, bf16 activations) over those in bf16; below 1 is faster
 int8_to_fp32         the same over float32
@@ -10,6 +9,9 @@ floor_to_bf16        the bf16 step with its matmuls in int8 and nothing added fo
 share/NAME           each part of the INT8 step, timed alone at its shapes in the same rounds, over the whole step:
                      matmul (int8, int32 sums), rotation, rounding (absmax, divide, round), scaling (sums to bf16),
                      attention, norms (of blocks, and of q and k with RoPE); other is the rest: SiLU, gates, copies
+
+Where there is a card, on it too, at the release's width: card/int8_to_bf16, card/fp8_to_bf16, and the share of its time
+in each kernel of that step, card/kernel/METHOD/NAME.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ SHOWN = 12  # kernels told of a step on a card
 
 
 def bench_quant() -> Results:
-    """The bench of this machine: of its card where it has one, else of its CPU."""
-    return bench_card(torch.device("cuda")) if torch.cuda.is_available() else bench_cpu()
+    """The bench of this machine: its CPU, and its card where it has one."""
+    return bench_cpu() + (bench_card(torch.device("cuda")) if torch.cuda.is_available() else [])
 
 
 def bench_card(
@@ -79,7 +81,7 @@ def bench_card(
     for name in ("int8", "fp8"):
         shares = kernel_shares(runs[name], device)
         results += [_ratio(f"kernel/{name}/{kernel}", share) for kernel, share in list(shares.items())[:SHOWN]]
-    return results + _kernels(device)
+    return [{**row, "name": f"card/{row['name']}"} for row in results + _kernels(device)]
 
 
 def kernel_shares(run: Callable[[], Any], device: torch.device) -> dict[str, float]:

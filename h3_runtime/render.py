@@ -305,6 +305,8 @@ def _loaded_condition(request: RenderRequest, made: MadeCondition, models: Model
     note = f"the prompt's states come from {file}, made by {record.encoder}"
     if here not in (None, record.fingerprint):
         note += f"; {models.parts.text_encoder.name} in the model folder is another encoder and would give other states"
+    if models.loading.online("text_encoder") is not None:
+        note += "; quantising the text encoder has no effect: it is not needed"
     models.infos["text_encoder"] = CheckpointInfo(
         path=request.embeds.path,
         format="saved condition",

@@ -637,9 +637,9 @@ def test_the_bench_of_a_card_tells_kernels_and_both_methods():
     config = replace(bench_quant.CONFIG, hidden=64, layers=1, heads=2, head_dim=32, ffn=128, rope_frequencies=4)
     rows = bench_quant.bench_card(torch.device("cpu"), config, rows=16, repeat=1)
     results = {row["name"]: row["value"] for row in rows}
-    assert results["int8_to_bf16"] == pytest.approx(results["int8"] / results["bf16"])
-    assert results["fp8_to_bf16"] == pytest.approx(results["fp8"] / results["bf16"])
-    assert results["kernel/int8/aten::_int_mm"] > 0 and "kernel/fp8/aten::_int_mm" not in results
+    assert results["card/int8_to_bf16"] == pytest.approx(results["card/int8"] / results["card/bf16"])
+    assert results["card/fp8_to_bf16"] == pytest.approx(results["card/fp8"] / results["card/bf16"])
+    assert results["card/kernel/int8/aten::_int_mm"] > 0 and "card/kernel/fp8/aten::_int_mm" not in results
     for method in ("int8", "fp8"):
-        shares = [value for name, value in results.items() if name.startswith(f"kernel/{method}/")]
+        shares = [value for name, value in results.items() if name.startswith(f"card/kernel/{method}/")]
         assert len(shares) <= bench_quant.SHOWN and shares == sorted(shares, reverse=True) and 0.3 < sum(shares) <= 1

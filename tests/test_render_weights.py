@@ -107,6 +107,7 @@ def test_every_part_is_quantised_while_it_loads(capsys, model, tmp_path):
     assert "quantised while loading" in load_condition(saved).record.approximate
     status, told, words = render(capsys, model, tmp_path / "e.mp4", "--embeds", saved, *text)
     assert status == 0 and told["latent"] == encoded["latent"] and "is another encoder" not in words
+    assert "quantising the text encoder has no effect" in words
     _, _, words = render(capsys, model, tmp_path / "o.mp4", "--embeds", saved)
     assert "is another encoder" in words
 
