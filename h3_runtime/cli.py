@@ -209,6 +209,11 @@ def _add_model_options(command):
         help="folder of the prompt embeddings (default: embeddings in --model); may be repeated",
     )  # fmt: skip
     model.add_argument("--no-prompt-cache", action="store_true", help="keep no prompt states for the next run")
+    model.add_argument(
+        "--no-media-cache",
+        action="store_true",
+        help="keep no latents of pictures, clips and sounds for the next run",
+    )
     return model
 
 
@@ -324,8 +329,9 @@ def _models(arguments, dtype: str | None, loading=None):
     """The model folder with everything that the options say about it."""
     import torch
 
+    from . import encodings
     from .model import Models
-    from .text.conditions import ConditionCache, default_folder
+    from .text import conditions
 
     folders = [Path(folder) for folder in arguments.embeddings or ()]
     for folder in folders:
@@ -340,8 +346,9 @@ def _models(arguments, dtype: str | None, loading=None):
         _device(arguments.device),
         getattr(arguments, "layout", None),
         embedding_folders=folders,
-        conditions=ConditionCache(None if arguments.no_prompt_cache else default_folder()),
+        conditions=conditions.ConditionCache(None if arguments.no_prompt_cache else conditions.default_folder()),
         loading=loading,
+        latents=encodings.LatentCache(None if arguments.no_media_cache else encodings.default_folder()),
     )
 
 

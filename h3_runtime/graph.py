@@ -23,6 +23,7 @@ from .checkpoint.info import CheckpointInfo
 from .checkpoint.load import open_dit
 from .checkpoint.opening import find_partition, open_checkpoint, wrong_partition
 from .checkpoint.parts import DiTPath, PartPaths
+from .encodings import LatentCache, MediaOrigin
 from .errors import H3Error
 from .fidelity import Fidelity, compose
 from .guides import place
@@ -282,6 +283,16 @@ class GraphModels(Models):
             loading=None if own is None else own.loading,
         )
         self._given = {kind: part for kind, part in given.items() if part is not None}
+
+    def kept_latents(self, part: str) -> tuple[LatentCache, MediaOrigin | None]:
+        """Those of the part that was given: it outlives a node. Nothing is kept for another program's VAE."""
+        given = self._given.get(part)
+        models = getattr(given, "models", None)
+        if models is None:
+            return self.latents, None
+        cache, origin = models.kept_latents(part)
+        self.infos[part] = models.infos[part]
+        return cache, origin
 
     def _load(self, key: str, part: str, load: Callable):
         given = self._given.get(part)

@@ -23,6 +23,7 @@ from .checkpoint.pieces import Online
 from .checkpoint.reader import listed
 from .checkpoint.text_layers import TextLayers
 from .decode import Decoder
+from .encodings import LatentCache, MediaOrigin
 from .errors import H3Error
 from .job import Plan
 from .lora import Lora, LoraPlan
@@ -97,10 +98,12 @@ class Models:
         embedding_folders: Sequence[str | Path] = (),
         conditions: ConditionCache | None = None,
         loading: Loading | None = None,
+        latents: LatentCache | None = None,
     ):
         self.parts, self.dtype, self.device, self.layout, self.keep = parts, dtype, device, layout, keep
         self.embedding_folders = tuple(embedding_folders)
         self.conditions = ConditionCache() if conditions is None else conditions
+        self.latents = LatentCache() if latents is None else latents
         self.loading = loading or Loading()
         self.infos: dict[str, CheckpointInfo] = {}
         self.lora_plan: LoraPlan | None = None
@@ -208,6 +211,17 @@ class Models:
 
     def audio_vae(self) -> torch.nn.Module:
         return self._load("audio_vae", "audio_vae", lambda: load_audio_vae(self.parts.audio_vae, self.device))
+
+    def kept_latents(self, part: str) -> tuple[LatentCache, MediaOrigin | None]:
+        """Where latents of ``part`` (video_vae, audio_vae) are kept, and what beside the media decides them; None where
+        nothing is known of that VAE. Only its header and sampled bytes are read."""
+        path = getattr(self.parts, part)
+        if path is None:
+            return self.latents, None
+        if part not in self.infos:
+            opener = open_video_vae if part == "video_vae" else open_audio_vae
+            self.infos[part] = on_device(opener(path).info, self.device)
+        return self.latents, MediaOrigin.of(self.infos[part].fingerprint, self.device)
 
     def text_encoder(self) -> TextEncoder:
         def load():

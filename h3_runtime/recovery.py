@@ -13,9 +13,7 @@ finished latent stays until its clip is saved.
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from pathlib import Path
 from torch import Tensor
 
 from .accelerators import Accelerator
+from .checkpoint.kept import cache_folder
 from .checkpoint.reader import SafetensorsFile
 from .errors import CheckpointError, H3Error
 from .geometry import Canvas
@@ -37,13 +36,7 @@ PREFIX = "accelerator/"
 
 def default_folder() -> Path:
     """Where states go when nobody says otherwise: the user's cache folder, or H3_RECOVERY."""
-    if os.environ.get("H3_RECOVERY"):
-        return Path(os.environ["H3_RECOVERY"])
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return base / "h3_runtime" / "recovery"
+    return cache_folder("recovery", "H3_RECOVERY")
 
 
 @dataclass(frozen=True)

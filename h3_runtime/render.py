@@ -15,11 +15,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from . import __version__
 from .checkpoint.info import CheckpointInfo
+from .checkpoint.kept import versions
 from .checkpoint.opening import wrong_partition
+from .encodings import Encode, encode_each
 from .errors import H3Error
 from .fidelity import Fidelity, compose, use
 from .geometry import FPS, TRAINED_FRAMES, Canvas
@@ -37,7 +40,7 @@ from .references import encode_pixels
 from .request import RenderRequest
 from .sampler import SampleResult
 from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, Schedule, plan_schedule
-from .text.conditions import ConditionRecord, MadeCondition, describe_shown, versions
+from .text.conditions import ConditionRecord, MadeCondition, describe_shown
 from .text.embeddings import resolve_prompt
 from .text.encoder import open_weights
 from .text.shown import present_shown
@@ -99,7 +102,7 @@ def render_request(
     with _timed(seconds, "encode"):
         report("encode", 0, 1)
         condition = condition_text(request, placement, models)
-        job = encode(request, placement, models, condition.text)
+        job = encode(request, placement, models, condition.text, notes)
         report("encode", 1, 1)
     with _timed(seconds, "load"):
         report("load", 0, 1)
@@ -278,7 +281,7 @@ def condition_text(request: RenderRequest, placement: Placement, models: Models)
         fingerprint=info.fingerprint,
         vocabulary=vocabulary_sha256(find_vocabulary(models.parts.text_encoder, models.parts.tokenizer)),
         dtype=models.cast_to or "stored",
-        made_with=versions(models.device),
+        made_with=versions(models.device, "transformers"),
         items=describe_shown(placement.shown),
         embeddings=resolved.used,
         read_as=resolved.read_as,
@@ -322,33 +325,44 @@ def _loaded_condition(request: RenderRequest, made: MadeCondition, models: Model
 
 
 @exact_float32()
-def encode(request: RenderRequest, placement: Placement, models: Models, text: TextCondition) -> RenderJob:
-    """Media to the job that the sampler runs, one VAE at a time: every picture first, then every sound."""
+def encode(
+    request: RenderRequest,
+    placement: Placement,
+    models: Models,
+    text: TextCondition,
+    notes: list[str] | None = None,
+) -> RenderJob:
+    """Media to the job that the sampler runs, one VAE at a time: every picture first, then every sound.
+
+    What the same VAE encoded before is taken from where ``models`` keeps it; a VAE with nothing to encode is not read.
+    """
     placed = [*placement.guides, *placement.references]
     source, edited = None, placement.source if isinstance(placement.source, Placed) else None
     if isinstance(placement.source, PartialLatent):
         source = placement.source.latent
-    videos: list[torch.Tensor | None] = [None] * len(placed)
-    sounds: list[torch.Tensor | None] = [None] * len(placed)
-    if edited is not None or any(item.frames is not None for item in placed):
-        vae = models.video_vae()
-        for index, item in enumerate(placed):
-            if item.frames is not None:
-                videos[index] = encode_pixels(item.frames, vae, request.recipe)
-        source_video = None if edited is None else encode_pixels(edited.frames, vae, mean=True)
-        del vae
-    models.done("video_vae")
-    if edited is not None or any(item.audio is not None for item in placed):
-        vae = models.audio_vae()
-        for index, item in enumerate(placed):
-            if item.audio is not None:
-                sounds[index] = vae.encode(item.audio[None]).cpu()
-        if edited is not None:
-            source = AVLatent(source_video, vae.encode(edited.audio[None]).cpu())
-        del vae
-    models.done("audio_vae")
+    everything = placed if edited is None else [*placed, edited]
+    notes = [] if notes is None else notes
+    videos = _encoded(
+        {
+            index: _picture(item.frames, request.recipe, mean=item is edited)
+            for index, item in enumerate(everything)
+            if item.frames is not None
+        },
+        "video_vae",
+        models,
+        notes,
+    )
+    sounds = _encoded(
+        {index: _sound(item.audio) for index, item in enumerate(everything) if item.audio is not None},
+        "audio_vae",
+        models,
+        notes,
+    )
+    if edited is not None:
+        source = AVLatent(videos[len(placed)], sounds[len(placed)])
     guides, references = [], []
-    for item, video, sound in zip(placed, videos, sounds):
+    for index, item in enumerate(placed):
+        video, sound = videos.get(index), sounds.get(index)
         if isinstance(item, Placed):
             guides.append(Guide(item.frame_index, video, sound, item.strength, item.keyframe, item.name))
         else:
@@ -374,6 +388,24 @@ def encode(request: RenderRequest, placement: Placement, models: Models, text: T
         audio_shift=request.audio_shift,
         request=request,
     )
+
+
+def _encoded(wanted: dict[int, Encode], part: str, models: Models, notes: list[str]) -> dict[int, torch.Tensor]:
+    if not wanted:
+        return {}
+    cache, origin = models.kept_latents(part)
+    latents = encode_each(wanted.values(), getattr(models, part), cache, origin, notes)
+    models.done(part)
+    return dict(zip(wanted, latents))
+
+
+def _picture(frames: np.ndarray, recipe: str, mean: bool) -> Encode:
+    mean = mean or recipe == "comfy"
+    return Encode(frames, "mean" if mean else "sampled", lambda vae: encode_pixels(frames, vae, mean=mean))
+
+
+def _sound(audio: torch.Tensor) -> Encode:
+    return Encode(audio, "sound mean", lambda vae: vae.encode(audio[None]).cpu())
 
 
 def label(job: RenderJob, sampled: SampleResult, models: Models, condition: MadeCondition | None = None) -> Fidelity:

@@ -170,8 +170,8 @@ def incomplete(request):
 
 @pytest.fixture(autouse=True, scope="session")
 def folders_of_the_user(tmp_path_factory):
-    """States of runs and kept conditions go to folders of this session, never to the user's cache."""
+    """States of runs, kept conditions and latents go to folders of this session, never to the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("H3_RECOVERY", "H3_CONDITIONS"):
+        for name in ("H3_RECOVERY", "H3_CONDITIONS", "H3_LATENTS"):
             patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
         yield

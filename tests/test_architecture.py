@@ -25,7 +25,7 @@ GROUPS = tuple(
     for group in (
         "errors fidelity geometry schedule < models quant checkpoint/reader < request job media soundness mask_picture "
         "< layout < steps < checkpoint < lora memory/streaming memory/probe memory/measure < memory/placement "
-        "< text references guides latents extend < accelerators < recovery < sampler decode "
+        "< text references encodings guides latents extend < accelerators < recovery < sampler decode "
         "< pressure memory/rows memory/weights memory/moments memory/moments_media memory/plan memory/plan_lines "
         "< model < render < manifest < save embed < graph < compare engines < demo "
         "< verify bench bench_text bench_quant selftest inspection weight_commands plan_command < cli < __main__"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import threading
 import weakref
 from dataclasses import replace
@@ -16,19 +17,25 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from h3_runtime import bench_text
+from h3_runtime.checkpoint import reader
 from h3_runtime.checkpoint.reader import SafetensorsFile
 from h3_runtime.checkpoint.text_layers import TextLayers
 from h3_runtime.demo.text_maker import make_text_encoder
 from h3_runtime.errors import CheckpointError, MissingDependency
+from h3_runtime.memory import placement as placement_module
+from h3_runtime.memory.measure import FakeMemory
 from h3_runtime.memory.placement import Placement
 from h3_runtime.model import Loading, Models, place_encoder
 from h3_runtime.quant.linear import QuantisedLinear
+from h3_runtime.text import placed as placed_module
 from h3_runtime.text.config import TextEncoderConfig
 from h3_runtime.text.encoder import TextEncoder, build_module, import_qwen, open_weights
 from h3_runtime.text.layer import ChunkedLayer
+from h3_runtime.text.placed import PlacedWeights
 from h3_runtime.text.tower import Look, batches, place
 from h3_runtime.text.vision import VisionInput
 
+from .fake_card import SlotsOnly
 from .quantised_fixtures import quantised, relative, text_linears, write_gguf
 from .small_jobs import one_thread  # noqa: F401 (a fixture)
 
@@ -150,6 +157,110 @@ def test_ten_encodes_leave_nothing(plain):
 def _live_bytes() -> int:
     kinds = (torch.Tensor, torch.nn.Parameter)
     return sum(t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) in kinds and not t.is_meta)
+
+
+# ---- words and ring
+
+
+WORDS = [300, 0, 17, 18, 19, 300, 5, 0]
+TABLES = ("plain", "int8", "fp8", "nvfp4", "Q8_0", "folded Q8_0", "F16")
+
+
+def table_file(plain, kind: str, tmp_path):
+    """The encoder with its word table stored as ``kind``, and how many of its bytes WORDS may take."""
+    weights, metadata, name = load_file(plain), SafetensorsFile(plain).metadata, "model.embed_tokens.weight"
+    vocab, width = weights[name].shape
+    if kind in ("Q8_0", "folded Q8_0", "F16"):
+        folds, pairs = {}, dict(metadata)
+        if kind.startswith("folded"):
+            folds, pairs = {name: (vocab * width // 32, 32)}, {**pairs, f"comfy.gguf.orig_shape.{name}": [vocab, width]}
+        path = write_gguf(tmp_path / "text.gguf", weights, {name: kind.split()[-1]}, pairs, folds)
+        return path, 6 * width * (2 if kind == "F16" else 34 / 32)
+    made = weights if kind == "plain" else quantised(kind, weights, ("model.embed_tokens",))
+    save_file(made, tmp_path / "text.safetensors", metadata)
+    each = {"plain": 2 * width, "int8": width + 4, "fp8": width, "nvfp4": vocab * width}[kind]
+    return tmp_path / "text.safetensors", 6 * each + 8  # and a scale or two for all
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_from_disk_only_the_rows_of_the_prompt_are_read(plain, kind, tmp_path, monkeypatch):
+    path, most = table_file(plain, kind, tmp_path)
+    layers = TextLayers(path)
+    ids = torch.tensor(WORDS)
+    want = layers.embeddings()(ids)
+    read = []
+    runs = reader.read_runs
+
+    def counted(path, size, wanted):
+        wanted = list(wanted)
+        read.append(sum(len(buffer) for buffer, _ in wanted))
+        runs(path, size, wanted)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reader, "read_runs", counted)
+        got = layers.words(ids)
+    assert got.dtype == want.dtype and torch.equal(got, want) and 0 < sum(read) <= most
+    for dtype in (torch.float32, torch.bfloat16):
+        layers = TextLayers(path, dtype=dtype)
+        assert torch.equal(layers.words(ids), layers.embeddings()(ids)) and layers.words(ids).dtype == dtype
+    resident, streamed = (loaded(plain, path, placement=p) for p in (Placement(), Placement("disk")))
+    assert torch.equal(resident.encode(PROMPT).hidden, streamed.encode(PROMPT).hidden)
+
+
+def test_rows_come_from_shards_too_and_a_cut_file_is_told(plain, tmp_path):
+    weights = load_file(plain)
+    table = "model.embed_tokens.weight"
+    save_file({table: weights[table]}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"x": torch.zeros(1)}, tmp_path / "model-00002-of-00002.safetensors")
+    shards = {table: "model-00001-of-00002.safetensors", "x": "model-00002-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    source = reader.open_source(tmp_path)
+    assert torch.equal(source.read_rows(table, [0, 3, 4]), weights[table][[0, 3, 4]])
+    assert source.read_rows(table, []).shape == (0, weights[table].shape[1])
+    with open(tmp_path / "model-00001-of-00002.safetensors", "r+b") as file:
+        file.truncate(4000)
+    with pytest.raises(CheckpointError, match="changed while it was being read"):
+        source.read_rows(table, [3])
+
+
+def test_a_ring_is_made_once_a_prompt_and_its_slots_have_one_owner(plain, monkeypatch):
+    """On the fake card: nothing of a ring while the encoder is loaded; then one ring, closed when the layers end."""
+    made, closed = [], []
+
+    class Ring(SlotsOnly):
+        def __init__(self, store, layers, slots, device, pin):
+            super().__init__([store.layout(index) for index in range(layers)], slots)
+            made.append(sum(slot.nbytes for slot in self.slots))
+
+        def close(self):
+            closed.append(True)
+
+    monkeypatch.setattr(placement_module, "CudaMover", Ring)
+    text = TextLayers(plain)
+    module = build_module(open_weights(plain).config)
+    placed = PlacedWeights(module, text, Placement("disk"), torch.device("cpu"))
+    placed.device = torch.device("cuda")
+    assert made == []
+    with FakeMemory() as card:
+        for count in (1, 2):
+            with placed.layers() as layers:
+                assert len(made) == count and len(closed) == count - 1 and card.now["cuda"] == made[0] > 0
+                assert len(layers) == LAYERS
+            del layers
+            gc.collect()
+            assert len(closed) == count and card.now["cuda"] == 0
+        assert card.peak["cuda"] == made[0]
+
+
+def test_loading_a_streamed_encoder_makes_no_ring(plain, monkeypatch):
+    rings = []
+    make = placed_module.make_ring
+    monkeypatch.setattr(placed_module, "make_ring", lambda *given: rings.append(make(*given)) or rings[-1])
+    monkeypatch.setattr(placement_module, "make_ring", lambda *given: pytest.fail("a ring was made while loading"))
+    encoder = TextEncoder.load(plain, placement=Placement("disk"))
+    assert rings == []
+    states(encoder)
+    assert len(rings) == 2
 
 
 # ---- cancelled and broken

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +27,16 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..quant.gguf import BLOCK_TYPES, block_type
-from .reader import TensorEntry, TensorSource, listed, open_binary, open_source, read_into, refuse_unfinished
+from .reader import (
+    TensorEntry,
+    TensorSource,
+    listed,
+    open_binary,
+    open_source,
+    read_into,
+    read_rows_into,
+    refuse_unfinished,
+)
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -115,6 +125,21 @@ class GGUFFile:
         if entry.nbytes:
             buffer = memoryview(out.view(-1).view(torch.uint8).numpy())
             read_into(self.path, self.size, buffer, entry.start)
+        return out
+
+    def read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
+        """Some rows of the first axis of ``shapes[name]``, as ``read`` gives their bytes, and no other byte is read.
+
+        ``rows``: rising, each once. A row must be whole blocks: a table that the file has folded is cut anew.
+        """
+        entry, shape, dtype = self._entry(name), self.shapes[name], PLAIN.get(self._entry(name).dtype)
+        if dtype is None:
+            block, values = block_type(entry.dtype), math.prod(shape[1:])
+            if values % block.values:
+                raise CheckpointError(f"{self.where(name)} has rows of {values} values, which are no whole blocks.")
+            shape, dtype = (shape[0], values // block.values * block.nbytes), torch.uint8
+        out = torch.empty(len(rows), *shape[1:], dtype=dtype)
+        read_rows_into(self.path, self.size, out, rows, entry.start)
         return out
 
     def _entry(self, name: str) -> TensorEntry:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,25 @@ class Checkpoint:
         tensors = {}
         for role, stored in self.layers[name].roles.items():
             tensors[role] = self.source.read(stored)
+            refuse_not_finite(tensors[role], self.source.where(stored))
+        return tensors
+
+    def read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
+        """``build(name)[rows]`` of a tensor that is stored as it is; ``rows`` rising, and no other byte is read."""
+        recipe = self.recipes[name]
+        assert recipe.combine is None and len(recipe.sources) == 1, recipe
+        tensor = self.source.read_rows(self.prefix + recipe.sources[0], rows)
+        refuse_not_finite(tensor, self.where(name))
+        return tensor
+
+    def read_layer_rows(self, name: str, rows: Sequence[int], count: int) -> dict[str, Tensor]:
+        """``read_layer`` with only ``rows`` (rising) of each tensor that holds a row of bytes for each of the layer's
+        ``count`` rows; the others (one scale for all) are whole."""
+        tensors = {}
+        for role, stored in self.layers[name].roles.items():
+            shape = self.source.shapes[stored]
+            by_row = len(shape) > 0 and shape[0] == count
+            tensors[role] = self.source.read_rows(stored, rows) if by_row else self.source.read(stored)
             refuse_not_finite(tensors[role], self.source.where(stored))
         return tensors
 

@@ -27,6 +27,8 @@ from .opening import Checkpoint
 from .quantised import GGUF, StoredLayer
 from .reader import listed
 
+IN_TILES = ("nvfp4", "mxfp8")  # formats whose scales stand in tiles of many rows
+
 VAE_BLOCK = "decoder.transformer_blocks.*"
 BLOCK_LINEARS = {
     "dit": ("blocks.*.attn.qkv_proj", "blocks.*.attn.out_proj", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2"),
@@ -202,12 +204,14 @@ class StoredEmbedding(nn.Module):
         self.layer, self.shape, self.dtype = layer, shape, dtype
         self.roles = tuple(tensors)
         for role, tensor in tensors.items():
+            if role == "weight" and layer.format == GGUF:
+                tensor = tensor.view(shape[0], -1)  # blocks of a table that the file has folded
             self.register_buffer(role, tensor)
 
     def forward(self, ids: Tensor) -> Tensor:
         kept, inverse = ids.reshape(-1).unique(return_inverse=True)
         tensors = {role: getattr(self, role) for role in self.roles}
-        if self.layer.format in ("nvfp4", "mxfp8"):  # their scales stand in tiles of many rows
+        if self.layer.format in IN_TILES:
             whole = stored_linear(self.layer, tensors, None, self.shape, self.dtype)
             rows = torch.cat([whole.dequantised(row, row + 1) for row in kept.tolist()])
         else:

@@ -18,7 +18,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -89,6 +89,8 @@ class TensorSource(Protocol):
 
     def read(self, name: str, out: Tensor | None = None) -> Tensor: ...
 
+    def read_rows(self, name: str, rows: Sequence[int]) -> Tensor: ...
+
     def where(self, name: str) -> str: ...
 
 
@@ -124,13 +126,7 @@ class SafetensorsFile:
 
     def read(self, name: str, out: Tensor | None = None) -> Tensor:
         """The tensor ``name`` as stored, in host memory of its own; into ``out`` (same dtype and shape) if given."""
-        entry = self._entry(name)
-        dtype = getattr(torch, DTYPES[entry.dtype][1] or "-", None)
-        if dtype is None:
-            raise CheckpointError(
-                f"{self.where(name)} is stored as {entry.dtype}, which this PyTorch ({torch.__version__}) has no type "
-                "for; use a bf16, fp16 or fp32 file."
-            )
+        entry, dtype = self._entry(name), self._type(name)
         if out is None:
             out = torch.empty(entry.shape, dtype=dtype)
         assert out.dtype == dtype and tuple(out.shape) == entry.shape, (out.dtype, out.shape, entry)
@@ -138,6 +134,23 @@ class SafetensorsFile:
         if entry.nbytes:
             read_into(self.path, self.size, memoryview(out.view(-1).view(torch.uint8).numpy()), entry.start)
         return out
+
+    def read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
+        """``read(name)[rows]``, and no other byte of it is read. ``rows``: rising, each once."""
+        entry = self._entry(name)
+        out = torch.empty(len(rows), *entry.shape[1:], dtype=self._type(name))
+        read_rows_into(self.path, self.size, out, rows, entry.start)
+        return out
+
+    def _type(self, name: str) -> torch.dtype:
+        entry = self._entry(name)
+        dtype = getattr(torch, DTYPES[entry.dtype][1] or "-", None)
+        if dtype is None:
+            raise CheckpointError(
+                f"{self.where(name)} is stored as {entry.dtype}, which this PyTorch ({torch.__version__}) has no type "
+                "for; use a bf16, fp16 or fp32 file."
+            )
+        return dtype
 
     def _entry(self, name: str) -> TensorEntry:
         try:
@@ -197,6 +210,10 @@ class ShardedFolder:
     def read(self, name: str, out: Tensor | None = None) -> Tensor:
         """The tensor ``name`` as stored (see SafetensorsFile.read)."""
         return self._shard(name).read(name, out)
+
+    def read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
+        """Some rows of the tensor ``name`` (see SafetensorsFile.read_rows)."""
+        return self._shard(name).read_rows(name, rows)
 
     def where(self, name: str) -> str:
         return self._shard(name).where(name)
@@ -284,6 +301,27 @@ def open_binary(path: Path):
 
 def read_into(path: Path, size: int, buffer: memoryview, start: int) -> None:
     """Fill ``buffer`` from byte ``start`` of a file that had ``size`` bytes when its header was checked."""
+    read_runs(path, size, [(buffer, start)])
+
+
+def read_rows_into(path: Path, size: int, out: Tensor, rows: Sequence[int], start: int) -> None:
+    """Fill ``out`` [n, ...] with ``rows`` (rising) of a tensor of such rows that begins at byte ``start``. Neighbours
+    are read in one go."""
+    assert list(rows) == sorted(set(rows)) and len(rows) == len(out) and out.is_contiguous(), rows
+    if not out.numel():
+        return
+    each = out[0].nbytes
+    flat = memoryview(out.view(-1).view(torch.uint8).numpy())
+    first, runs = 0, []
+    for index in range(1, len(rows) + 1):
+        if index == len(rows) or rows[index] != rows[index - 1] + 1:
+            runs.append((flat[first * each : index * each], start + rows[first] * each))
+            first = index
+    read_runs(path, size, runs)
+
+
+def read_runs(path: Path, size: int, runs: Iterable[tuple[memoryview, int]]) -> None:
+    """Fill each buffer from its byte of a file that had ``size`` bytes when its header was checked."""
     with open_binary(path) as file:
         found = os.fstat(file.fileno()).st_size
         if found != size:
@@ -291,16 +329,17 @@ def read_into(path: Path, size: int, buffer: memoryview, start: int) -> None:
                 f"{path} changed while it was being read: {size:,} bytes at first, {found:,} now. "
                 "Wait until it is complete and load it again."
             )
-        file.seek(start)
-        done = 0
-        while done < len(buffer):  # one call reads at most 2 GB on some systems
-            count = file.readinto(buffer[done:])
-            if not count:
-                raise CheckpointError(
-                    f"{path}: {len(buffer):,} bytes expected at offset {start:,}, {done:,} could be read. "
-                    "Check the disk and download the file again."
-                )
-            done += count
+        for buffer, start in runs:
+            file.seek(start)
+            done = 0
+            while done < len(buffer):  # one call reads at most 2 GB on some systems
+                count = file.readinto(buffer[done:])
+                if not count:
+                    raise CheckpointError(
+                        f"{path}: {len(buffer):,} bytes expected at offset {start:,}, {done:,} could be read. "
+                        "Check the disk and download the file again."
+                    )
+                done += count
 
 
 def refuse_unfinished(path: Path) -> None:

@@ -2,6 +2,7 @@
 
     path ──▶ TextLayers   .sizes, .info                          headers read, every name, shape and type checked
                           .embeddings()  module: ids -> rows     kept as stored, rows decoded on use
+                          .words(ids)    the same rows           of the file only these are read
                           .layer(i)      name -> tensor, or a quantised linear in its stored number type
                           .vision()      the same for the tower
 
@@ -25,7 +26,7 @@ from .gguf_file import open_weights
 from .info import CheckpointInfo, describe
 from .load import NUMBER_TYPES, compare_shapes, online_of
 from .opening import CONFIG_KEY, Checkpoint
-from .pieces import Online, Pieces, StoredEmbedding
+from .pieces import IN_TILES, Online, Pieces, StoredEmbedding
 from .quantised import find_layers
 from .reader import TensorSource
 from .text_layout import (
@@ -104,6 +105,25 @@ class TextLayers:
             rows = self.pieces.shapes[EMBEDDING]
             return StoredEmbedding(layer, self.checkpoint.read_layer(name), rows, self.dtype).to(device)
         return nn.Embedding.from_pretrained(self.pieces.tensor(EMBEDDING, device), freeze=True)
+
+    def words(self, ids: Tensor) -> Tensor:
+        """Word embeddings of ids [S] -> [S, hidden] in ``dtype``, in host memory: the bits of ``embeddings()(ids)``.
+
+        Only the rows that occur are read, not the table (1.5 GB in the release). Where scales stand in tiles of many
+        rows (nvfp4, mxfp8) it is read whole.
+        """
+        name = EMBEDDING.removesuffix(".weight")
+        kept, inverse = ids.unique(return_inverse=True)
+        count, width = self.pieces.shapes[EMBEDDING]
+        if name not in self.checkpoint.layers:
+            rows = self.checkpoint.read_rows(EMBEDDING, kept.tolist())
+            return rows.to(self.pieces.dtypes[EMBEDDING])[inverse]
+        layer = self.checkpoint.layers[name]
+        if layer.format in IN_TILES:
+            return self.embeddings()(ids)
+        tensors = self.checkpoint.read_layer_rows(name, kept.tolist(), count)
+        table = StoredEmbedding(layer, tensors, (len(kept), width), self.dtype)
+        return table(torch.arange(len(kept)))[inverse]
 
     def _under(self, prefix: str, device: str | torch.device) -> dict[str, Piece]:
         return {name[len(prefix) :]: piece for name, piece in self.pieces.read(prefix, device)}

@@ -125,7 +125,7 @@ def place_refiner(
 
     @contextmanager
     def brought() -> Iterator[StreamedLayers]:
-        mover = _mover(store, len(modules), Placement("disk"), device)
+        mover = make_ring(store, len(modules), Placement("disk"), device)
         try:
             yield StreamedLayers(modules, 0, mover)
         finally:
@@ -159,21 +159,38 @@ def place_layers(
 
     A module outside its model is placed too: ``skip`` keeps a layer's part that is placed on its own.
     """
+    count, store = store_layers(pieces, modules, prefixes, placement, device, skip)
+    if store is None:
+        return ResidentLayers(modules)
+    mover = make_ring(store, len(modules) - count, placement, device)
+    return StreamedLayers(modules, count, mover, placement.ahead)
+
+
+def store_layers(
+    pieces: Pieces,
+    modules: Sequence[nn.Module],
+    prefixes: Sequence[str],
+    placement: Placement,
+    device: torch.device,
+    skip: str = "",
+) -> tuple[int, LayerStore | None]:
+    """(how many of ``modules`` are filled and stay on the device, where the others come from: None for no others).
+
+    No ring is made: its memory belongs to whoever runs the layers, for as long as they run.
+    """
     count = len(modules) if placement.rung == "resident" else min(placement.resident, len(modules))
     for module, prefix in zip(modules[:count], prefixes):
         fill_layer(pieces, module, prefix, skip, device)
     if count == len(modules):
-        return ResidentLayers(modules)
+        return count, None
     source = _LayerSource(pieces, modules[count:], prefixes[count:], skip)
     if placement.rung == "ram":
-        store = RamStore(source.layouts, source.read, pin=placement.pin and device.type == "cuda")
-    else:
-        store = DiskStore(source.layouts, source.read)
-    mover = _mover(store, len(source.layouts), placement, device)
-    return StreamedLayers(modules, count, mover, placement.ahead)
+        return count, RamStore(source.layouts, source.read, pin=placement.pin and device.type == "cuda")
+    return count, DiskStore(source.layouts, source.read)
 
 
-def _mover(store: LayerStore, layers: int, placement: Placement, device: torch.device) -> CudaMover | HostMover:
+def make_ring(store: LayerStore, layers: int, placement: Placement, device: torch.device) -> CudaMover | HostMover:
+    """The ring that brings ``layers`` layers out of ``store``; the caller closes it, or lets it go with its layers."""
     slots = placement.ahead + 1
     if device.type == "cuda":
         return CudaMover(store, layers, slots, device, placement.pin)

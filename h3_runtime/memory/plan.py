@@ -269,10 +269,11 @@ def _plan_text(sizes: RenderSizes, weights: ModelWeights, card: Card, host: Host
     for rung, ahead in (("resident", 0), ("disk", 2), ("disk", 1)):
         peak = largest(text_moments(text, rows, patches, rung == "resident", ahead))
         staging = (ahead + 1) * max(text.layers) if rung == "disk" and not card.is_host else 0
-        used = held + states + text.embedding + staging + max(text.layers)
+        words = min(text.embedding, rows * text.embedding // text.sizes.vocab) if rung == "disk" else text.embedding
+        used = held + states + words + staging + max(text.layers)
         if _fits(peak.nbytes, used, card, host):
             break
-    from_disk, over_bus = (nbytes + text.embedding) / host.disk_rate, nbytes / card.copy_rate
+    from_disk, over_bus = (nbytes + words) / host.disk_rate, nbytes / card.copy_rate
     compute = (layers + tower) / rate
     times = Times(compute, over_bus, from_disk, max(compute, over_bus, from_disk))
     how = f"{rows:,} rows" + (f", {sum(patches):,} patches in the vision tower" if patches else "")

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from ..checkpoint.kept import user_cache
 from ..errors import H3Error
 from ..models.precision import exact_float32
 
@@ -368,21 +369,12 @@ def _measure_disk(file: Path, clock: Callable[[], float]) -> float:
 # ---- figures measured once
 
 
-def cache_folder() -> Path:
-    """The user's cache folder for this package."""
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return base / "h3_runtime"
-
-
 class Rates:
     """Measured rates in one small JSON file, key -> {name: rate}. A file that cannot be read or written is no error:
     the figures are measured again."""
 
     def __init__(self, path: Path | None = None):
-        self.path = cache_folder() / "rates.json" if path is None else path
+        self.path = user_cache() / "rates.json" if path is None else path
 
     def get(self, key: str, names: tuple[str, ...], measure: Callable[[], dict[str, float]]) -> dict[str, float]:
         """The rates ``names`` of ``key``: those kept, else ``measure()``'s, which are kept."""

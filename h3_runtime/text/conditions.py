@@ -14,17 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from ..checkpoint.kept import KeptResults, cache_folder
 from ..checkpoint.reader import SafetensorsFile
 from ..checkpoint.writer import WORDS, write_safetensors
 from ..errors import CheckpointError, H3Error
@@ -162,95 +157,37 @@ def refuse_other(made: MadeCondition, file: str, prompt: str, recipe: str, shown
 
 def default_folder() -> Path:
     """Where conditions are kept when nobody says otherwise: the user's cache folder, or H3_CONDITIONS."""
-    if os.environ.get("H3_CONDITIONS"):
-        return Path(os.environ["H3_CONDITIONS"])
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return base / "h3_runtime" / "conditions"
+    return cache_folder("conditions", "H3_CONDITIONS")
 
 
-class ConditionCache:
-    """Conditions by key: the last ones in memory, and with ``folder`` in files too. Bounded in bytes; the oldest leave.
+class ConditionCache(KeptResults[MadeCondition]):
+    """Conditions by the key of their record; the last ones in memory, and with ``folder`` in files too."""
 
-    ``hits`` and ``misses`` count what was asked for.
-    """
+    suffix, words = SUFFIX, "the prompt's states"
 
     def __init__(
         self, folder: str | Path | None = None, memory_bytes: int = MEMORY_BYTES, disk_bytes: int = DISK_BYTES
     ):
-        self.folder = None if folder is None else Path(folder)
-        self.memory_bytes, self.disk_bytes = memory_bytes, disk_bytes
-        self.hits = self.misses = 0
-        self._kept: OrderedDict[str, MadeCondition] = OrderedDict()
+        super().__init__(folder, memory_bytes, disk_bytes)
 
     def get(self, record: ConditionRecord) -> MadeCondition | None:
         """The condition of exactly this record, or None. A damaged file counts as none and leaves."""
-        made = self._kept.get(record.key) or self._read(record.key)
-        if made is None:
-            self.misses += 1
-            return None
-        self.hits += 1
-        self._keep(made)
-        return MadeCondition(made.text, record, "cache")  # names of files are those of this request
+        made = self.look_up(record.key)
+        return None if made is None else MadeCondition(made.text, record, "cache")  # with this request's file names
 
     def put(self, made: MadeCondition) -> str | None:
         """Keep a condition; a sentence when the folder refuses it, which costs no more than another encode."""
-        self._keep(made)
-        if self.folder is None or _nbytes(made) > self.disk_bytes:
-            return None
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            save_condition(self._path(made.record.key), made)
-            self._trim(self._path(made.record.key))
-        except (OSError, CheckpointError) as error:
-            return f"the prompt's states could not be kept in {self.folder.name} ({error}): another run encodes again"
-        return None
+        return self.keep(made.record.key, made)
 
-    def _path(self, key: str) -> Path:
-        return self.folder / (key[:32] + SUFFIX)
+    def write(self, path: Path, key: str, result: MadeCondition) -> None:
+        save_condition(path, result)
 
-    def _keep(self, made: MadeCondition) -> None:
-        self._kept[made.record.key] = made
-        self._kept.move_to_end(made.record.key)
-        while len(self._kept) > 1 and sum(map(_nbytes, self._kept.values())) > self.memory_bytes:
-            self._kept.popitem(last=False)
+    def read(self, path: Path, key: str) -> MadeCondition | None:
+        made = load_condition(path)
+        return made if made.record.key == key else None
 
-    def _read(self, key: str) -> MadeCondition | None:
-        if self.folder is None or not self._path(key).is_file():
-            return None
-        try:
-            made = load_condition(self._path(key))
-        except H3Error:
-            self._path(key).unlink(missing_ok=True)
-            return None
-        if made.record.key != key:
-            return None
-        os.utime(self._path(key))
-        return made
-
-    def _trim(self, keep: Path) -> None:
-        files = sorted(self.folder.glob("*" + SUFFIX), key=lambda path: path.stat().st_mtime, reverse=True)
-        total = keep.stat().st_size
-        for path in files:
-            if path != keep:
-                total += path.stat().st_size
-                if total > self.disk_bytes:
-                    path.unlink(missing_ok=True)
-
-
-def versions(device: str | torch.device) -> tuple[tuple[str, str], ...]:
-    """The libraries and the kind of device that decide the states' bits."""
-    made_with = {"torch": torch.__version__}
-    with suppress(metadata.PackageNotFoundError):  # asked of the installation: importing it takes seconds
-        made_with["transformers"] = metadata.version("transformers")
-    made_with["device"] = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
-    return tuple(sorted(made_with.items()))
-
-
-def _nbytes(made: MadeCondition) -> int:
-    return sum(t.numel() * t.element_size() for t in (made.text.hidden, made.text.tags))
+    def nbytes(self, result: MadeCondition) -> int:
+        return result.text.hidden.nbytes + result.text.tags.nbytes
 
 
 def _without_name(item: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Where the text encoder's weights are while it runs.
 
                      resident                    ram                           disk
-    words            host memory, rows go over   host memory                   read, and let go, each time
+    words            host memory, rows go over   host memory                   the prompt's rows are read
     vision tower     on the device               read when there are pictures, let go after them
     layers           on the device               host memory ─▶ ring           file ─▶ ring
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.text_layers import TextLayers
-from ..memory.placement import Placement, place_layers
-from ..memory.streaming import CudaMover, HostMover, Mover, ResidentLayers, StreamedLayers
+from ..memory.placement import Placement, make_ring, store_layers
+from ..memory.streaming import ResidentLayers, StreamedLayers
 from .layer import ChunkedLayer
 
 LAYER = "language_model.layers.{}."
@@ -37,13 +37,9 @@ class PlacedWeights:
         self.module, self.text, self.placement, self.device = module, text, placement, device
         layers = list(module.language_model.layers)
         prefixes = [LAYER.format(index) for index in range(len(layers))]
-        placed = place_layers(text.pieces, layers, prefixes, placement, device)
-        self._resident = placed if isinstance(placed, ResidentLayers) else None
-        if self._resident is None:
-            self._first = placed.resident
-            self._store = placed.stream.mover.store
-            placed.stream.mover.close()  # the ring comes with the first prompt
-        else:
+        self._first, self._store = store_layers(text.pieces, layers, prefixes, placement, device)
+        self._resident = ResidentLayers(layers) if self._store is None else None
+        if self._resident is not None:
             text.pieces.fill(module, TOWER, device)
         if placement.rung != "disk":
             module.language_model.embed_tokens = text.embeddings()
@@ -58,11 +54,9 @@ class PlacedWeights:
 
     def words(self, ids: Tensor) -> Tensor:
         """Word embeddings of ids [S] -> [S, D], on the device; only the rows that occur go there."""
-        if self.placement.rung != "disk":
-            table = self.module.language_model.embed_tokens
-        else:
-            table = self.text.embeddings()
-        return table(ids.cpu()).to(self.device)
+        if self.placement.rung == "disk":
+            return self.text.words(ids.cpu()).to(self.device)
+        return self.module.language_model.embed_tokens(ids.cpu()).to(self.device)
 
     @contextmanager
     def tower(self) -> Iterator[nn.Module]:
@@ -81,17 +75,12 @@ class PlacedWeights:
         if self._resident is not None:
             yield self._resident
             return
-        mover = self._mover()
+        layers = list(self.module.language_model.layers)
+        ring = make_ring(self._store, len(layers) - self._first, self.placement, self.device)
         try:
-            yield StreamedLayers(list(self.module.language_model.layers), self._first, mover, self.placement.ahead)
+            yield StreamedLayers(layers, self._first, ring, self.placement.ahead)
         finally:
-            mover.close()
-
-    def _mover(self) -> Mover:
-        count, slots = len(self.module.language_model.layers) - self._first, self.placement.ahead + 1
-        if self.device.type == "cuda":
-            return CudaMover(self._store, count, slots, self.device, self.placement.pin)
-        return HostMover(self._store, count, slots)
+            ring.close()
 
 
 def chunk_layers(module: nn.Module) -> None:
