@@ -93,7 +93,9 @@ def place(request: RenderRequest) -> Placement:
     state = None if request.state is None else load_latent(request.state.path)
     source = None if request.source is None else _read_source(request.source, request.frames)
     keyframes = [
-        (m, end, _read_picture(m)) for m, end in ((request.first_frame, 0), (request.last_frame, -1)) if m is not None
+        (m, end, _read_picture(m, notes))
+        for m, end in ((request.first_frame, 0), (request.last_frame, -1))
+        if m is not None
     ]  # the first in this list shapes the canvas and is stretched onto it, whichever frame it stands at
     canvas = choose_canvas(request, keyframes[0][2] if keyframes else None, source, state)
     notes += canvas.notes
@@ -192,13 +194,16 @@ def _read(medium: Media, max_frames: int | None = None) -> media.Clip:
         frames, audio = read_memory(medium)
         return media.Clip(frames=frames, fps=float(FPS), audio=audio, notes=())
     kind = media.kind_of(medium.path)
+    changes: list[str] = []
     if kind == "image":
-        return media.Clip(frames=media.read_image(medium.path)[None], fps=float(FPS), audio=None, notes=())
-    if kind == "audio":
+        pixels = media.read_image(medium.path, changes)
+        clip = media.Clip(frames=pixels[None], fps=float(FPS), audio=None, notes=tuple(changes))
+    elif kind == "audio":
         seconds = None if max_frames is None else max_frames / FPS
-        audio = media.read_audio(medium.path, max_seconds=seconds)
-        return media.Clip(frames=None, fps=float(FPS), audio=audio, notes=())
-    clip = media.read_clip(medium.path, max_frames=max_frames)
+        audio = media.read_audio(medium.path, max_seconds=seconds, notes=changes)
+        clip = media.Clip(frames=None, fps=float(FPS), audio=audio, notes=tuple(changes))
+    else:
+        clip = media.read_clip(medium.path, max_frames=max_frames)
     return replace(clip, notes=tuple(f"{medium.name}: {note}" for note in clip.notes))
 
 
@@ -217,8 +222,11 @@ def _read_source(medium: Media, frames: int | None) -> media.Clip | PartialLaten
     return saved
 
 
-def _read_picture(medium: Media) -> np.ndarray:
+def _read_picture(medium: Media, notes: list[str]) -> np.ndarray:
     clip = _read(medium)
+    notes += clip.notes
+    if clip.frames is not None and clip.audio is not None:
+        notes.append(f"{medium.name}: its sound is left out, a first or last frame is a picture")
     if clip.frames is None:
         raise H3Error(f"{medium.name} is sound: a first or last frame must be a picture")
     if clip.frames.shape[0] != 1:
@@ -272,6 +280,8 @@ def _place_guide(guide: GuideRequest, canvas: Canvas, cover: str, notes: list[st
     clip = _read(guide.media, limit)
     notes += clip.notes
     frames, audio = clip.frames, clip.audio
+    if audio is None and guide.media.path is not None and len(frames) > 1:
+        notes.append(f"{name} has no sound: only its picture is held")
     if frames is not None:
         room, count = canvas.num_frames - index, frames.shape[0]
         more = "at least " if count == limit else ""
@@ -333,7 +343,7 @@ def _masks(request: RenderRequest, canvas: Canvas, notes: list[str]) -> Masks | 
     cells = (canvas.latent_t, canvas.latent_h, canvas.latent_w)
     video = audio = None
     if isinstance(request.mask, Media):
-        video = pool_pixels(_mask_pixels(request.mask, canvas), canvas.latent_t)
+        video = pool_pixels(_mask_pixels(request.mask, canvas, notes), canvas.latent_t)
     elif request.mask is not None:
         video = torch.full(cells, float(request.mask == "all"))
     if isinstance(request.sound_mask, SoundMask):
@@ -352,8 +362,13 @@ def _masks(request: RenderRequest, canvas: Canvas, notes: list[str]) -> Masks | 
     return Masks.make(video, audio)
 
 
-def _mask_pixels(mask: Media, canvas: Canvas) -> Tensor:
-    pixels = media.read_mask(mask.path) if mask.path is not None else torch.as_tensor(mask.frames).float()
+def _mask_pixels(mask: Media, canvas: Canvas, notes: list[str]) -> Tensor:
+    changes: list[str] = []
+    if mask.path is not None:
+        pixels = media.read_mask(mask.path, notes=changes)
+        notes += [f"mask {mask.name}: {change}" for change in changes]
+    else:
+        pixels = torch.as_tensor(mask.frames).float()
     want = (canvas.height, canvas.width)
     if pixels.ndim != 3 or tuple(pixels.shape[1:]) != want or pixels.shape[0] not in (1, canvas.num_frames):
         shape = "x".join(str(n) for n in reversed(pixels.shape[1:]))

@@ -120,7 +120,7 @@ def read_memory(medium: Media) -> tuple[np.ndarray | None, Tensor | None]:
 
 
 def _place_image(medium: Media, canvas: Canvas, recipe: str, notes: list[str]) -> PlacedReference:
-    name, picture = medium.name, _read_picture(medium)
+    name, picture = medium.name, _read_picture(medium, notes)
     height, width = picture.shape[:2]
     if recipe == "comfy":
         scale = min(1.0, math.sqrt(canvas.width * canvas.height / (width * height)))
@@ -134,7 +134,7 @@ def _place_image(medium: Media, canvas: Canvas, recipe: str, notes: list[str]) -
     return PlacedReference("image", name, pixels, None, Shown("picture", name, pixels))
 
 
-def _read_picture(medium: Media) -> np.ndarray:
+def _read_picture(medium: Media, notes: list[str]) -> np.ndarray:
     if medium.path is None:
         frames, _ = read_memory(medium)
         count = 0 if frames is None else len(frames)
@@ -148,7 +148,10 @@ def _read_picture(medium: Media) -> np.ndarray:
     if kind != "image":
         option = "--ref-audio" if kind == "audio" else "--ref-video"
         raise H3Error(f"reference picture {medium.name} is a file of {_kind_words(kind)}: give it as {option}")
-    return media.read_image(medium.path)
+    changes: list[str] = []
+    pixels = media.read_image(medium.path, changes)
+    notes += [f"{medium.name}: {change}" for change in changes]
+    return pixels
 
 
 def _check_ratio(name: str, width: int, height: int) -> None:

@@ -26,6 +26,7 @@ def take_frames(images: Tensor, name: str, notes: list[str]):
         notes.append(f"{name}: its alpha channel is left out")
     elif images.shape[-1] == 1:
         images = images.expand(*images.shape[:-1], 3)
+        notes.append(f"{name}: grey read as RGB")
     return to_uint8(images[..., :3])
 
 
@@ -42,6 +43,8 @@ def take_sound(audio: dict | None, name: str, notes: list[str]) -> Tensor | None
     if sound.shape[0] > 2:
         notes.append(f"{name}: {sound.shape[0]} channels mixed down to one on both ears")
         sound = sound.mean(dim=0, keepdim=True)
+    elif sound.shape[0] == 1:
+        notes.append(f"{name}: mono sound repeated on both channels")
     if sound.shape[0] == 1:
         sound = sound.expand(2, -1)
     if rate != SAMPLE_RATE:
@@ -83,6 +86,8 @@ def take_media(video, name: str, notes: list[str]):
     if path is not None:
         return Media(str(path))
     parts = video.get_components()
+    if getattr(parts, "alpha", None) is not None:
+        notes.append(f"{name}: its alpha channel is left out")
     frames = take_clip(parts.images, float(parts.frame_rate), name, notes)
     return Media(frames=frames, audio=take_sound(parts.audio, name, notes), name=name)
 

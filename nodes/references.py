@@ -132,8 +132,12 @@ def collect(options: dict, notes: list[str]) -> tuple:
         if sound is None:
             media = take_media(video, name, notes)
         else:
-            frames = video if hasattr(video, "shape") else video.get_components().images
-            fps = 24.0 if hasattr(video, "shape") else float(video.get_components().frame_rate)
+            frames, fps = video, 24.0
+            if not hasattr(video, "shape"):
+                parts = video.get_components()
+                frames, fps = parts.images, float(parts.frame_rate)
+                if parts.audio is not None:
+                    notes.append(f"{name}: its own sound is left out, video sound {number} takes its place")
             media = Media(frames=take_clip(frames, fps, name, notes), audio=take_sound(sound, name, notes), name=name)
         found.append(ReferenceRequest("video", media, sound=options.get("soundtracks", True) or sound is not None))
     notes += [f"video sound {number} belongs to no clip: it is left out" for number in sounds]

@@ -11,7 +11,7 @@ import fnmatch
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,7 +25,7 @@ import torch
 
 from ..errors import H3Error
 from ..geometry import FPS, SAMPLE_RATE, audio_samples
-from .files import PICTURE_SUFFIXES, check_fps, kind_of, open_media, video_stream
+from .files import ATTACHED_PICTURE, PICTURE_SUFFIXES, check_fps, kind_of, open_media, video_stream
 from .pictures import load_picture, luma
 from .sound import decode_sound
 
@@ -35,6 +35,7 @@ HDR_CURVES = (16, 18)  # PQ and HLG
 BT601 = 5
 KNOWN_MATRICES = (1, 4, 7, 9)  # BT.709, FCC, SMPTE 240M, BT.2020; all others are read as BT.601
 FULL_RANGE = 2
+TOLD_REST = 0.1  # seconds of sound past the picture; less is the sound coder's last block
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ def read_clip(
         frames = _gather(reel, max_frames, fit)
         notes = reel.notes(len(frames), max_frames)
         has_sound = bool(container.streams.audio)
+        rest = reel.sound_past_end() if sound and has_sound and len(frames) != max_frames else 0.0
     audio = None
     if sound and has_sound:
         samples = audio_samples(len(frames))
@@ -84,39 +86,64 @@ def read_clip(
         notes += sound_notes
         if audio.shape[1] == 0:
             audio, notes = None, (*notes, "the sound ends before this part of the clip")
+        elif rest > TOLD_REST:
+            notes = (*notes, f"its sound lasts {rest:.3f} s longer than its picture: that part is left out")
     return Clip(frames, float(reel.rate), audio, notes)
 
 
 def stream_frames(
-    path: str | os.PathLike, max_frames: int | None = None, start_seconds: float = 0.0
+    path: str | os.PathLike,
+    max_frames: int | None = None,
+    start_seconds: float = 0.0,
+    notes: list[str] | None = None,
 ) -> Iterator[np.ndarray]:
-    """The frames of ``read_clip`` one by one, uint8 [H, W, 3]: memory stays at a few frames, however long the clip."""
-    left = math.inf if max_frames is None else max_frames
+    """The frames of ``read_clip`` one by one, uint8 [H, W, 3]: memory stays at a few frames, however long the clip.
+
+    ``notes`` gets what was changed on the way, once the last frame was given.
+    """
+    left, given = math.inf if max_frames is None else max_frames, 0
     with open_media(path) as container:
-        for count, picture in _Reel(container, Path(path), start_seconds).slots():
+        reel = _Reel(container, Path(path), start_seconds)
+        for count, picture in reel.slots():
             for _ in range(int(min(count, left))):
+                given += 1
                 yield picture
             left -= count
             if left <= 0:
-                return
+                break
+        if notes is not None:
+            notes += reel.notes(given, max_frames)
 
 
-def read_mask(source: str | os.PathLike, max_frames: int | None = None) -> torch.Tensor:
+def read_mask(source: str | os.PathLike, max_frames: int | None = None, notes: list[str] | None = None) -> torch.Tensor:
     """A mask as float32 [F, H, W], 0 (black) to 1 (white), from the luma 0.299 R + 0.587 G + 0.114 B.
 
     ``source``: one picture (F = 1); several, as a folder, a glob pattern (``mask_*.png``) or a numbered pattern
     (``mask_%04d.png``), in order of their numbers; or a clip, read at 24 fps. An alpha channel is not looked at.
+    ``notes`` gets what was changed or left out on the way, each sentence once.
     """
     paths = _mask_files(Path(source))
+    found: list[str] = []
     if paths is None:
-        return torch.from_numpy(np.stack([luma(frame) for frame in stream_frames(source, max_frames)]))
+        frames = [luma(frame) for frame in stream_frames(source, max_frames, notes=found)]
+        _tell_once(notes, found)
+        return torch.from_numpy(np.stack(frames))
     frames = []
     for path in paths[:max_frames]:
-        frames.append(luma(load_picture(path)))
+        pixels = load_picture(path, found)
+        if pixels.ndim == 3 and bool((pixels != pixels[..., :1]).any()):
+            found.append("colours read by their luma")
+        frames.append(luma(pixels))
         if frames[-1].shape != frames[0].shape:
             here, first = (f"{frame.shape[1]}x{frame.shape[0]}" for frame in (frames[-1], frames[0]))
             raise H3Error(f"{path} is {here}, the first mask is {first}: make all masks one size")
+    _tell_once(notes, (note for note in found if not note.endswith("read as RGB")))  # a mask's grey stays grey
     return torch.from_numpy(np.stack(frames))  # [F, H, W]
+
+
+def _tell_once(notes: list[str] | None, found: Iterable[str]) -> None:
+    if notes is not None:
+        notes += dict.fromkeys(found)
 
 
 class _Reel:
@@ -132,6 +159,8 @@ class _Reel:
         self.rate = Fraction(self.stream.average_rate or self.stream.guessed_rate or FPS)
         self.tick = Fraction(self.stream.time_base)
         self.source_frames, self.uneven, self.resampled, self.turned, self.curve = 0, False, False, 0, 0
+        self.odd: dict[str, None] = {}  # sentences about the pictures themselves, in order, each once
+        self.translucent, self.damaged = False, 0
         self.decoded = container.decode(self.stream)
         self.first = next(self.decoded, None)
         if self.first is None:
@@ -181,7 +210,23 @@ class _Reel:
             notes.append(f"pixel aspect ratio {self.stream.sample_aspect_ratio} is not corrected")
         if self.curve in HDR_CURVES:
             notes.append("HDR brightness curve is not converted: the picture may look flat")
+        streams = [s for s in self.container.streams.video if not int(s.disposition) & ATTACHED_PICTURE]
+        if len(streams) > 1:
+            notes.append(f"the first of its {len(streams)} moving pictures is used")
+        notes += self.odd
+        if self.translucent or self.stream.metadata.get("alpha_mode") == "1":
+            notes.append("its alpha channel is left out: transparent pixels show the colour below")
+        if self.damaged:
+            notes.append(f"{self.damaged} of its frames are damaged in the file and may look broken")
         return tuple(notes)
+
+    def sound_past_end(self) -> float:
+        """Seconds by which the first sound track outlasts the picture, by their headers; 0 where they do not tell."""
+        sound = self.container.streams.audio[0]
+        if not sound.duration or not self.stream.duration:
+            return 0.0
+        ends = [(s.start_time or 0) * s.time_base + s.duration * s.time_base for s in (sound, self.stream)]
+        return float(ends[0] - ends[1])
 
     def _count(self, slot: int, next_slot: int) -> int:
         if slot >= 0 or next_slot > 0:
@@ -213,11 +258,25 @@ class _Reel:
 
     def _upright(self, frame: av.VideoFrame) -> np.ndarray:
         pixels = _rgb(frame)  # [H, W, 3]
+        self._look_at(frame)
         self.curve = getattr(frame, "color_trc", 0)
         # ``rotation``: how far the picture is to be turned counterclockwise to stand upright, in degrees.
         quarters = round(frame.rotation / 90) % 4
         self.turned = -quarters * 90 % 360
         return np.ascontiguousarray(np.rot90(pixels, quarters)) if quarters else pixels
+
+    def _look_at(self, frame: av.VideoFrame) -> None:
+        """Notice what of a frame does not reach its RGB bytes."""
+        parts = frame.format.components
+        bits = max(part.bits for part in parts)
+        if bits > 8:
+            self.odd[f"{bits} bits a channel read as 8"] = None
+        if frame.interlaced_frame:
+            self.odd["its pictures are interlaced and stay so"] = None
+        see_through = frame.format.name == "pal8" or any(part.is_alpha for part in parts)
+        if see_through and not self.translucent:
+            self.translucent = bool((frame.to_ndarray(format="rgba")[..., 3] < 255).any())
+        self.damaged += bool(frame.is_corrupt)
 
 
 def _rgb(frame: av.VideoFrame) -> np.ndarray:

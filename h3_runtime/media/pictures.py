@@ -7,6 +7,7 @@ file --load_picture--> upright uint8 [H, W, 3]   (or uint16 [H, W] of a 16-bit g
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 
@@ -24,15 +25,32 @@ SAVE_OPTIONS = {
 }
 
 
-def read_image(path: str | os.PathLike) -> np.ndarray:
-    """A picture file as uint8 [H, W, 3] RGB.
+ORIENTATION = 0x0112  # the EXIF tag; what it asks for, by value
+TURNS = {
+    2: "mirrored",
+    3: "turned by 180 degrees",
+    4: "turned upside down and mirrored",
+    5: "mirrored and turned by 270 degrees clockwise",
+    6: "turned by 90 degrees clockwise",
+    7: "mirrored and turned by 90 degrees clockwise",
+    8: "turned by 270 degrees clockwise",
+}
+WORDS_OF_MODE = {"1": "black and white", "L": "grey", "LA": "grey", "La": "grey", "P": "palette colours"}
+WORDS_OF_MODE |= {"PA": "palette colours", "CMYK": "CMYK", "LAB": "Lab colours", "HSV": "HSV colours", "YCbCr": "YCbCr"}
+
+
+def read_image(path: str | os.PathLike, notes: list[str] | None = None) -> np.ndarray:
+    """A picture file as uint8 [H, W, 3] RGB; a sentence about each change on the way goes to ``notes``.
 
     The EXIF orientation is applied, an alpha channel is dropped (the colour below it stays, as in the reference),
     palettes and grey become RGB, 16-bit grey is scaled by 1/257. Of an animated file the first picture is taken.
+    Colour profiles are not applied, as in the reference.
     """
-    pixels = load_picture(path)
+    pixels = load_picture(path, notes)
     if pixels.dtype == np.uint16:  # [H, W]
         pixels = np.rint(pixels / 257).astype(np.uint8)[..., None].repeat(3, axis=2)  # [H, W, 3]
+        if notes is not None:
+            notes.append("16 bits of grey read as 8 of RGB")
     return pixels
 
 
@@ -102,10 +120,12 @@ def crop_then_resize(
     return resize_stretch(kept, width, height), (left, top, source_width - left, source_height - top)
 
 
-def load_picture(path: str | os.PathLike) -> np.ndarray:
-    """uint8 [H, W, 3], or uint16 [H, W] for 16-bit grey; upright."""
+def load_picture(path: str | os.PathLike, notes: list[str] | None = None) -> np.ndarray:
+    """uint8 [H, W, 3], or uint16 [H, W] for 16-bit grey; upright. What was changed or left out goes to ``notes``."""
     path = existing(path)
     with open_picture(path) as picture:
+        if notes is not None:
+            notes += _changes(picture)
         picture = ImageOps.exif_transpose(picture)
         mode = picture.mode
         if mode not in ("F", "I") and not mode.startswith("I;16"):
@@ -114,6 +134,56 @@ def load_picture(path: str | os.PathLike) -> np.ndarray:
     if mode == "F" or values.min() < 0 or values.max() > 65535:
         raise H3Error(f"{path} holds pixels of {mode} mode, wider than 16 bits: save it with 8 or 16 bits a channel")
     return values.astype(np.uint16)
+
+
+def _changes(picture: Image.Image) -> list[str]:
+    """Sentences about what of an opened picture does not become [H, W, 3] bytes as it stands."""
+    notes = []
+    count = getattr(picture, "n_frames", 1)
+    if count > 1:
+        notes.append(f"the first of its {count} pictures is used")
+    deep = _is_deep(picture)  # before the pixels are read, which forgets it
+    turn = TURNS.get(picture.getexif().get(ORIENTATION))
+    if turn:
+        notes.append(f"{turn}, as its EXIF orientation asks")
+    if deep:
+        notes.append("16 bits a channel read as 8")
+    if picture.mode in WORDS_OF_MODE:
+        notes.append(f"{WORDS_OF_MODE[picture.mode]} read as RGB")
+    if picture.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in picture.info:
+        alpha = np.asarray(picture.convert("RGBA").getchannel("A"))
+        share = (alpha < 255).mean()
+        seen = f": {share:.1%} of its pixels are not opaque and show the colour below" if share else ""
+        notes.append(f"its alpha channel is left out{seen}")
+    profile = _profile_name(picture)
+    if profile is not None:
+        notes.append(f"its colour profile ({profile}) is not applied")
+    return notes
+
+
+def _is_deep(picture: Image.Image) -> bool:
+    """Whether Pillow reads a file of 16 bits a channel into 8; 16-bit grey stays as it is."""
+    if picture.mode in ("I", "F") or picture.mode.startswith("I;16"):
+        return False
+    for tile in picture.tile:
+        given = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
+        if any((isinstance(word, str) and ";16" in word) or (type(word) is int and word == 65535) for word in given):
+            return True
+    return False
+
+
+def _profile_name(picture: Image.Image) -> str | None:
+    """The name of an embedded colour profile that is not sRGB; None for none."""
+    data = picture.info.get("icc_profile")
+    if not data:
+        return None
+    try:
+        from PIL import ImageCms
+
+        name = ImageCms.getProfileDescription(ImageCms.getOpenProfile(io.BytesIO(data))).strip()
+    except Exception:  # no colour library in this Pillow, or a damaged profile
+        return "unnamed"
+    return None if "srgb" in name.lower() else name or "unnamed"
 
 
 def luma(pixels: np.ndarray) -> np.ndarray:

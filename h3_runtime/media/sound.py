@@ -25,11 +25,17 @@ SINC_ZEROS = 6
 SINC_ROLLOFF = 0.99
 TAPS_AT_ONCE = 1 << 20
 SEEK_AFTER = 10  # seconds; decoding so much is cheap
+TOLD_SHIFT = 0.05  # seconds; less is how containers round
 SEEK_PREROLL = 1  # seconds decoded and thrown away after a jump, so that the coder has settled
 
 
-def read_audio(path: str | os.PathLike, start_seconds: float = 0.0, max_seconds: float | None = None) -> torch.Tensor:
-    """The sound of a sound or video file as float32 [2, L] at 32 kHz.
+def read_audio(
+    path: str | os.PathLike,
+    start_seconds: float = 0.0,
+    max_seconds: float | None = None,
+    notes: list[str] | None = None,
+) -> torch.Tensor:
+    """The sound of a sound or video file as float32 [2, L] at 32 kHz; what was changed on the way goes to ``notes``.
 
     Mono is repeated, stereo kept, more channels are mixed down by the library (and lowered as a whole when the mix
     passes 1). Sample 0 is the first sample of a sound file, but the first FRAME of a video file: earlier sound is
@@ -42,7 +48,9 @@ def read_audio(path: str | os.PathLike, start_seconds: float = 0.0, max_seconds:
     """
     _check_span(start_seconds, max_seconds)
     start = Fraction(start_seconds).limit_denominator(1_000_000)
-    sound, _ = decode_sound(path, None, start, max_seconds)
+    sound, changes = decode_sound(path, None, start, max_seconds)
+    if notes is not None:
+        notes += changes
     if sound.shape[1] == 0:
         raise H3Error(f"{path} holds no sound from {start_seconds:g} seconds on: start earlier")
     with open_media(path) as container:
@@ -124,7 +132,9 @@ def decode_sound(
             before = origin + start - SEEK_PREROLL
             container.seek(int(before / stream.time_base), stream=stream, backward=True)
         sound, rate, late = _decode_span(container.decode(stream), origin, start, seconds)
-        channels = stream.codec_context.layout.nb_channels
+        channels, tracks = stream.codec_context.layout.nb_channels, len(container.streams.audio)
+    if tracks > 1:
+        notes.append(f"the first of its {tracks} sound tracks is used")
     if sound.shape[1] and channels == 1:
         notes.append("mono sound repeated on both channels")
     if channels > 2:
@@ -132,6 +142,13 @@ def decode_sound(
         sound = sound / max(1.0, peak)
         lowered = f", lowered by a factor of {peak:.2f} so that the mix stays within 1" if peak > 1 else ""
         notes.append(f"{channels} channels of sound mixed down to stereo{lowered}")
+    if sound.shape[1] and start == 0 and abs(late) > TOLD_SHIFT * rate:
+        away = abs(late) / rate
+        notes.append(
+            f"its sound begins {away:.3f} s after its picture: silence stands before it"
+            if late > 0
+            else f"its sound begins {away:.3f} s before its picture: that part is left out"
+        )
     sound = F.pad(sound, (late, 0)) if late > 0 else sound[:, -late:]
     if seconds is not None:
         sound = sound[:, : int(seconds * rate)]
