@@ -330,7 +330,7 @@ def _models(arguments, dtype: str | None, loading=None):
     import torch
 
     from . import encodings
-    from .model import Models
+    from .model import Caches, Models
     from .text import conditions
 
     folders = [Path(folder) for folder in arguments.embeddings or ()]
@@ -346,9 +346,11 @@ def _models(arguments, dtype: str | None, loading=None):
         _device(arguments.device),
         getattr(arguments, "layout", None),
         embedding_folders=folders,
-        conditions=conditions.ConditionCache(None if arguments.no_prompt_cache else conditions.default_folder()),
+        caches=Caches(
+            conditions.ConditionCache(None if arguments.no_prompt_cache else conditions.default_folder()),
+            encodings.LatentCache(None if arguments.no_media_cache else encodings.default_folder()),
+        ),
         loading=loading,
-        latents=encodings.LatentCache(None if arguments.no_media_cache else encodings.default_folder()),
     )
 
 

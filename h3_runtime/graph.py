@@ -279,7 +279,7 @@ class GraphModels(Models):
             "cpu" if own is None else own.device,
             keep=True,
             embedding_folders=() if own is None else own.embedding_folders,
-            conditions=None if own is None else own.conditions,
+            caches=None if own is None else own.caches,
             loading=None if own is None else own.loading,
         )
         self._given = {kind: part for kind, part in given.items() if part is not None}
@@ -289,7 +289,7 @@ class GraphModels(Models):
         given = self._given.get(part)
         models = getattr(given, "models", None)
         if models is None:
-            return self.latents, None
+            return self.caches.latents, None
         cache, origin = models.kept_latents(part)
         self.infos[part] = models.infos[part]
         return cache, origin

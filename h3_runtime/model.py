@@ -8,7 +8,7 @@ A part is loaded when it is first asked for and leaves when its stage is over (u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -85,6 +85,14 @@ def place_encoder(
     return Placement("ram" if keep and device.type == "cuda" and 2 * nbytes <= host else "disk")
 
 
+@dataclass(frozen=True)
+class Caches:
+    """What was encoded before: the prompts' states, and the latents of pictures and sounds. Default: in memory only."""
+
+    conditions: ConditionCache = field(default_factory=ConditionCache)
+    latents: LatentCache = field(default_factory=LatentCache)
+
+
 class Models:
     """The parts of one model. ``keep`` holds them between renders (nodes, demo); else each leaves after its stage."""
 
@@ -96,14 +104,12 @@ class Models:
         layout: str | None = None,
         keep: bool = False,
         embedding_folders: Sequence[str | Path] = (),
-        conditions: ConditionCache | None = None,
+        caches: Caches | None = None,
         loading: Loading | None = None,
-        latents: LatentCache | None = None,
     ):
         self.parts, self.dtype, self.device, self.layout, self.keep = parts, dtype, device, layout, keep
         self.embedding_folders = tuple(embedding_folders)
-        self.conditions = ConditionCache() if conditions is None else conditions
-        self.latents = LatentCache() if latents is None else latents
+        self.caches = caches or Caches()
         self.loading = loading or Loading()
         self.infos: dict[str, CheckpointInfo] = {}
         self.lora_plan: LoraPlan | None = None
@@ -217,11 +223,11 @@ class Models:
         nothing is known of that VAE. Only its header and sampled bytes are read."""
         path = getattr(self.parts, part)
         if path is None:
-            return self.latents, None
+            return self.caches.latents, None
         if part not in self.infos:
             opener = open_video_vae if part == "video_vae" else open_audio_vae
             self.infos[part] = on_device(opener(path).info, self.device)
-        return self.latents, MediaOrigin.of(self.infos[part].fingerprint, self.device)
+        return self.caches.latents, MediaOrigin.of(self.infos[part].fingerprint, self.device)
 
     def text_encoder(self) -> TextEncoder:
         def load():

@@ -287,12 +287,12 @@ def condition_text(request: RenderRequest, placement: Placement, models: Models)
         read_as=resolved.read_as,
         approximate=info.approximate,
     )
-    made = models.conditions.get(record)
+    made = models.caches.conditions.get(record)
     if made is None:
         items, inputs = present_shown(placement.shown, request.recipe)
         text = models.text_encoder().encode_items(request.prompt, items, inputs, resolved.pieces)
         made = MadeCondition(replace(text, notes=(*text.notes, *resolved.notes)), record)
-        refused = models.conditions.put(made)
+        refused = models.caches.conditions.put(made)
         if refused:
             made = replace(made, text=replace(made.text, notes=(*made.text.notes, refused)))
     models.done("text_encoder")

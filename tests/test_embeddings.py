@@ -27,7 +27,8 @@ from h3_runtime.demo.text_maker import make_text_encoder
 from h3_runtime.errors import CheckpointError, H3Error
 from h3_runtime.guides import place
 from h3_runtime.media import write_image
-from h3_runtime.render import Models, condition_text
+from h3_runtime.model import Caches, Models
+from h3_runtime.render import condition_text
 from h3_runtime.request import Media, ReferenceRequest, RenderRequest
 from h3_runtime.text.conditions import ConditionCache, load_condition, save_condition
 from h3_runtime.text.embeddings import find_embedding, read_embedding, resolve_prompt
@@ -336,15 +337,15 @@ def test_a_new_seed_never_encodes_and_a_changed_input_always_does(models, tmp_pa
         replace(base, references=(*reference(1), ReferenceRequest("audio", Media(audio=torch.zeros(2, 900))))),
         replace(base, references=(*reference(1), ReferenceRequest("audio", Media(audio=torch.ones(2, 900))))),
     ]
-    ours = models(conditions=ConditionCache(tmp_path / "kept"), embedding_folders=[embeddings])
+    ours = models(caches=Caches(conditions=ConditionCache(tmp_path / "kept")), embedding_folders=[embeddings])
     made_by(ours, base)
     for seed in (1, 2):
         assert made_by(ours, replace(base, seed=seed, num_forwards=9, denoise=1.0)).source == "cache"
-    assert ours.loads == 1 and ours.conditions.hits == 2
+    assert ours.loads == 1 and ours.caches.conditions.hits == 2
     for count, request in enumerate(changed):
         assert made_by(ours, request).source == "encoded", count
     assert ours.loads == 1 + len(changed)
-    later = models(conditions=ConditionCache(tmp_path / "kept"), embedding_folders=[embeddings])
+    later = models(caches=Caches(conditions=ConditionCache(tmp_path / "kept")), embedding_folders=[embeddings])
     assert all(made_by(later, request).source == "cache" for request in (base, *changed)) and later.loads == 0
     assert torch.equal(made_by(later, base).text.hidden, made_by(ours, base).text.hidden)
 
@@ -357,7 +358,9 @@ def test_other_weights_words_types_and_embedding_files_encode_anew(folder, model
     request = ask(prompt="x embedding:noir")
 
     def source(parts: Path, dtype=torch.float32, folders=(tmp_path / "embeddings",)) -> str:
-        return made_by(Models(find_parts(parts), dtype, conditions=kept, embedding_folders=folders), request).source
+        return made_by(
+            Models(find_parts(parts), dtype, caches=Caches(conditions=kept), embedding_folders=folders), request
+        ).source
 
     assert source(folder) == "encoded" and source(tmp_path / "model") == "cache"  # a copy is the same encoder
     assert source(folder, dtype=None) == "encoded"
@@ -374,7 +377,7 @@ def test_other_weights_words_types_and_embedding_files_encode_anew(folder, model
 
 def test_the_cache_is_bounded_and_forgets_damaged_files(models, tmp_path):
     cache = ConditionCache(tmp_path / "kept", memory_bytes=1, disk_bytes=5000)
-    ours = models(conditions=cache)
+    ours = models(caches=Caches(conditions=cache))
     for word in ("one", "two", "three", "four"):
         made_by(ours, ask(prompt=word))
     files = list((tmp_path / "kept").iterdir())
@@ -382,10 +385,10 @@ def test_the_cache_is_bounded_and_forgets_damaged_files(models, tmp_path):
     assert made_by(ours, ask(prompt="four")).source == "cache"
     for file in files:
         file.write_bytes(b"damaged")
-    fresh = models(conditions=ConditionCache(tmp_path / "kept"))
+    fresh = models(caches=Caches(conditions=ConditionCache(tmp_path / "kept")))
     assert made_by(fresh, ask(prompt="four")).source == "encoded"
     (tmp_path / "file").write_text("in the way")
-    blocked = models(conditions=ConditionCache(tmp_path / "file"))
+    blocked = models(caches=Caches(conditions=ConditionCache(tmp_path / "file")))
     notes = made_by(blocked, ask()).text.notes
     assert any("could not be kept" in note for note in notes)
 

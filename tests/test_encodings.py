@@ -20,7 +20,7 @@ from h3_runtime.graph import GraphModels, Part, encode_media
 from h3_runtime.guides import place
 from h3_runtime.job import TextCondition
 from h3_runtime.media import write_image
-from h3_runtime.model import Models
+from h3_runtime.model import Caches, Models
 from h3_runtime.models.audio_vae import AudioVAE
 from h3_runtime.models.video_vae import VideoVAE
 from h3_runtime.render import encode
@@ -72,7 +72,7 @@ def counts(monkeypatch):
 
 
 def models(folder, cache: LatentCache, **options) -> Models:
-    return Models(find_parts(folder), torch.float32, latents=cache, **options)
+    return Models(find_parts(folder), torch.float32, caches=Caches(latents=cache), **options)
 
 
 def encoded(request: RenderRequest, made: Models):
@@ -108,7 +108,7 @@ def test_a_new_seed_never_encodes_and_a_changed_input_always_does(folder, tmp_pa
         counts.clear()
         again = models(folder, LatentCache(tmp_path))  # another process
         job = encoded(replace(BASE, seed=seed), again)
-        assert not counts and not again._loaded and again.latents.hits == 3
+        assert not counts and not again._loaded and again.caches.latents.hits == 3
         assert all(map(torch.equal, latents_of(job), latents_of(first))) and len(latents_of(job)) == 3
     ours, plain = (models(folder, LatentCache(place, memory_bytes=0), keep=True) for place in (tmp_path, None))
     jobs = {}

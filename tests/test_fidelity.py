@@ -18,10 +18,11 @@ from h3_runtime.guides import place
 from h3_runtime.job import AVLatent, Guide, Masks, RenderJob, TextCondition
 from h3_runtime.lora import Lora, apply, plan
 from h3_runtime.memory.streaming import DiTLayers
+from h3_runtime.model import Caches, Models
 from h3_runtime.models import attention, dit
 from h3_runtime.models.attention import ChunkSizes
 from h3_runtime.references import encode_pixels
-from h3_runtime.render import Models, beyond_the_reference, condition_text, label
+from h3_runtime.render import beyond_the_reference, condition_text, label
 from h3_runtime.request import Media, RenderRequest
 from h3_runtime.sampler import sample
 from h3_runtime.text.conditions import ConditionCache, save_condition
@@ -188,8 +189,8 @@ def encode_twice(models: Models, prompt: str = "a red ball") -> tuple:
 def condition_kept(model, monkeypatch):
     """States out of memory, and out of a file, are those of the first encode."""
     parts, kept = find_parts(model.folder), model.folder / "kept"
-    first, second = encode_twice(Models(parts, conditions=ConditionCache(kept)))
-    third, _ = encode_twice(Models(parts, conditions=ConditionCache(kept)))
+    first, second = encode_twice(Models(parts, caches=Caches(conditions=ConditionCache(kept))))
+    third, _ = encode_twice(Models(parts, caches=Caches(conditions=ConditionCache(kept))))
     assert [made.source for made in (first, second, third)] == ["encoded", "cache", "cache"]
     asked = job()
     assert label(asked, Sampled(), Models(parts), first) == label(asked, Sampled(), Models(parts), third)

@@ -130,11 +130,14 @@ def test_masks_tell_what_matters_to_a_mask(folder, small):
 # ---- clips
 
 
-def write_clip(
-    path, frames, rate=24, layout="yuv444p", codec="ffv1", times=None, sound=None, late=0.0, **stream_options
-):
-    """Lossless pictures [f, h, w, 3 or 4], and ``sound`` [c, l] at 48 kHz from ``late`` seconds on."""
-    coder = "aac" if codec == "libx264" else "pcm_s16le"
+def write_clip(path, frames, rate=24, layout="yuv444p", codec="ffv1", sound=None, late=0.0, curve=0):
+    """Lossless pictures [f, h, w, 3 or 4], and ``sound`` [c, l] at 48 kHz from ``late`` seconds on.
+
+    ``rate``: frames a second, or the millisecond at which each frame stands.
+    """
+    coder, times = "aac" if codec == "libx264" else "pcm_s16le", None
+    if not isinstance(rate, int):
+        rate, times = 24, rate
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], layout
@@ -179,7 +182,7 @@ CLIPS = {
     "silent": ({}, ["has no sound"]),
     "ten bits": ({"layout": "yuv420p10le"}, ["10 bits a channel read as 8"]),
     "hdr": ({"layout": "yuv420p10le", "curve": 16}, ["HDR brightness curve is not converted"]),
-    "uneven": ({"times": UNEVEN}, ["on average (variable rate)", "resampled"]),
+    "uneven": ({"rate": UNEVEN}, ["on average (variable rate)", "resampled"]),
     "30 fps": ({"rate": 30}, ["30 fps clip of"]),
 }
 

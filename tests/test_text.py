@@ -6,6 +6,7 @@ the release publishes (with the real vocabulary, where COMFYUI_PATH names a Comf
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -526,3 +527,33 @@ def test_same_seed_same_bytes(folder, encoder, tmp_path):
     assert not torch.equal(other.encode(PROMPT).hidden, encoder.encode(PROMPT).hidden)
     assert encoder.text_dim == 64 and open_weights(folder).layout.name == "ComfyUI"
     assert 0.3 < float(encoder.encode(PROMPT).hidden.std()) < 10
+
+
+FROZEN = {
+    "merges.txt": "bcaedb186181a0991e9c1408ff29ddea5c2566a4e1577ddd2fc743da16b38c93",
+    "text_encoder.safetensors": "a49f52a4f0134aceede32695659914ab02117e7a5786c3068f968a2988aca3d5",
+    "vocab.json": "5ab7594fc43edc49a5e22404eda78af26c3ddfd7e685706ba11ae235f0de62be",
+}
+FROZEN_IDS = {" circle": 1, " red": 1, "<d>": 1, "</d>": 1}  # words -> how many tokens
+FROZEN_STATES = {  # the last row's first values: of text, and of text after a picture
+    False: (1.001133, 0.358590, -1.047542, 1.230324),
+    True: (0.933852, 1.869041, 0.574405, -3.208479),
+}
+
+
+def test_the_small_encoder_is_frozen(tmp_path):
+    """The carried model was trained on these states: another vocabulary, weight or way to run them makes it useless.
+    Whoever changes one of them trains the carried model anew, and only then these figures."""
+    make_text_encoder(tmp_path, seed=0)
+    made = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}
+    assert made == FROZEN
+    encoder = TextEncoder.load(tmp_path, dtype=torch.float32)
+    assert {word: len(encoder.tokenizer.encode(word)) for word in FROZEN_IDS} == FROZEN_IDS
+    picture = np.arange(64 * 64 * 3).reshape(64, 64, 3).astype(np.uint8)
+    states = {
+        False: encoder.encode("a red circle moves left on a blue ground").hidden,
+        True: encoder.encode("the circle of <Picture 1> grows", [picture]).hidden,
+    }
+    assert [len(states[shown]) for shown in (False, True)] == [9, 83]
+    for shown, values in FROZEN_STATES.items():  # versions and machines differ in the last bits
+        assert torch.allclose(states[shown][-1, :4], torch.tensor(values), atol=1e-4), states[shown][-1, :4]
