@@ -254,6 +254,16 @@ def test_the_text_stage_grows_with_every_picture():
     assert takes[2][1] <= 7 * GIB
 
 
+def test_from_disk_the_word_table_costs_the_host_its_rows_only():
+    """1.5 GB of the release's table stay in the file; resident encoders keep it in host memory."""
+    sizes = RenderSizes(WIDE)
+    streamed, resident = (plan(sizes, released(), Card.given(vram), Host.given(200)).stage("text") for vram in (24, 80))
+    table = named_text().embedding
+    assert (streamed.rung, resident.rung) == ("disk", "resident") and table > 1.5e9
+    ring = (streamed.ahead + 1) * max(named_text().layers)  # the staging buffers of a ring from disk
+    assert resident.host - (streamed.host - ring) == table - sizes.rows_of_text * table // named_text().sizes.vocab
+
+
 # ---- rows
 
 
