@@ -45,6 +45,7 @@ PICTURES = {  # file -> (picture, how it is saved, what is told)
     "upright.jpg": (RGB, {"exif": exif(1)}, None),
     "alpha.png": (SEE_THROUGH, {}, "its alpha channel is left out"),
     "hole.png": (HOLE, {}, "left out: 50.0% of its pixels are not opaque and show the colour below"),
+    "grey hole.png": (GREY16, {"transparency": 40000}, "its transparent grey is read as any other"),
     "palette.png": (RGB.quantize(16), {}, "palette colours read as RGB"),
     "hole.gif": (RGB.quantize(16), {"transparency": 3}, "its alpha channel is left out: "),
     "grey.png": (RGB.convert("L"), {}, "grey read as RGB"),

@@ -545,13 +545,21 @@ def test_media_of_any_form(pack):
     said = "\n".join(notes)
     for words in ("alpha", "first of 2 sounds", "from 44100 to 32000", "6 channels", "12 fps put on 20 at 24"):
         assert words in said
+    assert "x: grey read as RGB" in notes and "x: mono sound repeated on both channels" in notes
 
     class Video:
         def get_components(self):
-            return SimpleNamespace(images=torch.rand(15, 8, 8, 3), audio=mono, frame_rate=30)
+            alpha = torch.rand(15, 8, 8)
+            return SimpleNamespace(images=torch.rand(15, 8, 8, 3), audio=mono, frame_rate=30, alpha=alpha)
 
+    notes.clear()
     taken = media.take_media(Video(), "clip", notes)
     assert taken.frames.shape == (12, 8, 8, 3) and taken.audio.shape == (2, 32000)
+    assert "clip: its alpha channel is left out" in notes
+    notes.clear()
+    options = {"videos": {"video_0": Video()}, "video_sounds": {"video_sound_0": mono}}
+    found = pack.references.collect(options, notes)
+    assert len(found) == 1 and any("its own sound is left out, video sound 1 takes its place" in note for note in notes)
 
 
 def test_nan_sound_costs_the_sound_and_is_said(pack, parts):

@@ -150,7 +150,9 @@ def _changes(picture: Image.Image) -> list[str]:
         notes.append("16 bits a channel read as 8")
     if picture.mode in WORDS_OF_MODE:
         notes.append(f"{WORDS_OF_MODE[picture.mode]} read as RGB")
-    if picture.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in picture.info:
+    if "transparency" in picture.info and picture.mode.startswith("I"):  # 16-bit grey: Pillow makes no alpha of it
+        notes.append("its transparent grey is read as any other")
+    elif picture.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in picture.info:
         alpha = np.asarray(picture.convert("RGBA").getchannel("A"))
         share = (alpha < 255).mean()
         seen = f": {share:.1%} of its pixels are not opaque and show the colour below" if share else ""
@@ -166,8 +168,10 @@ def _is_deep(picture: Image.Image) -> bool:
     if picture.mode in ("I", "F") or picture.mode.startswith("I;16"):
         return False
     for tile in picture.tile:
-        given = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
-        if any((isinstance(word, str) and ";16" in word) or (type(word) is int and word == 65535) for word in given):
+        coder, given = tile[0], tile[3] if isinstance(tile[3], tuple) else (tile[3],)
+        if any(isinstance(word, str) and ";16" in word for word in given):
+            return True
+        if coder.startswith("ppm") and any(type(word) is int and word > 255 for word in given):  # the largest value
             return True
     return False
 
