@@ -99,6 +99,8 @@ def render_request(
         task = placement.task
         notes = [*placement.notes, *check_request(request, placement, models, task)]
         notes += choose_placement(request, placement, models)
+    latents = models.caches.latents
+    kept, missed = latents.hits, latents.misses
     with _timed(seconds, "encode"):
         report("encode", 0, 1)
         condition = condition_text(request, placement, models)
@@ -149,6 +151,7 @@ def render_request(
             "rows": sampled.num_rows,
             "dit_calls": sampled.dit_calls,
             "condition": condition.source,
+            "media": {"kept": latents.hits - kept, "encoded": latents.misses - missed},
             "placement": str(place_used),
             **sampled.stats,
         },

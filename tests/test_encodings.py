@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from h3_runtime import cli, references
 from h3_runtime.checkpoint.parts import find_parts
 from h3_runtime.demo.maker import make_model, make_reference_dit
-from h3_runtime.encodings import Encode, LatentCache, MediaOrigin, encode_each
+from h3_runtime.encodings import SUFFIX, Encode, LatentCache, MediaOrigin, encode_each
 from h3_runtime.graph import GraphModels, Part, encode_media
 from h3_runtime.guides import place
 from h3_runtime.job import TextCondition
@@ -184,6 +185,12 @@ def test_files_are_bounded_checked_and_never_in_the_way(tmp_path):
     newer = tmp_path / "kept" / files[0].name
     newer.write_bytes(files[1].read_bytes())  # another key's latent under this name
     assert len(ask(LatentCache(tmp_path / "kept"), 2, 3)) == 1
+    halves = [tmp_path / "kept" / f"{'0' * 32}{SUFFIX}.{age}.tmp" for age in ("old", "new")]
+    for half in halves:  # of a run that was killed, and of one that may be at work
+        half.write_bytes(b"half")
+    os.utime(halves[0], (0, 0))
+    ask(LatentCache(tmp_path / "kept"), 7)
+    assert [half.exists() for half in halves] == [False, True]
     (tmp_path / "file").write_text("in the way")
     notes: list[str] = []
     assert ask(LatentCache(tmp_path / "file"), 1, 2, notes=notes) == [1, 2]
@@ -234,6 +241,8 @@ def test_a_new_seed_in_a_new_run_reads_no_vae_to_encode(folder, tmp_path, monkey
     first = run("--out", tmp_path / "a.mp4")
     assert counts["encode_condition"] == 2 and len(list((tmp_path / "latents").iterdir())) == 2
     second = run("--out", tmp_path / "b.mp4", "--seed", 1)
+    told = [json.loads((tmp_path / f"{name}.report.json").read_text())["stats"]["media"] for name in "ab"]
+    assert told == [{"kept": 0, "encoded": 2}, {"kept": 2, "encoded": 0}]
     assert counts["encode_condition"] == 2 and second["latent"]["value"] != first["latent"]["value"]
     again = run("--out", tmp_path / "c.mp4", "--no-media-cache")
     assert counts["encode_condition"] == 4 and again["latent"]["value"] == first["latent"]["value"]

@@ -10,6 +10,7 @@ A cache can only spare work: whatever goes wrong with its folder costs another r
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
 from collections import OrderedDict
@@ -42,7 +43,7 @@ class KeptResults(Generic[Result]):
         self._kept: OrderedDict[str, Result] = OrderedDict()
 
     def write(self, path: Path, key: str, result: Result) -> None:
-        """Write ``result`` atomically."""
+        """Write ``result``; ``path`` is this run's own."""
         raise NotImplementedError
 
     def read(self, path: Path, key: str) -> Result | None:
@@ -71,7 +72,9 @@ class KeptResults(Generic[Result]):
             return None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.write(self._path(key), key, result)
+            own = self.folder / f"{self._path(key).name}.{secrets.token_hex(4)}"  # two runs may keep the same result
+            self.write(own, key, result)
+            os.replace(own, self._path(key))
             self._trim(self._path(key))
         except (OSError, CheckpointError) as error:
             return f"{self.words} could not be kept in {self.folder.name} ({error}): another run encodes again"
