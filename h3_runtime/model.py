@@ -139,12 +139,8 @@ class Models:
                 plan_loras(opened.module, how.loras)
         if encoder:
             self.describe_encoder(open_weights(self.parts.text_encoder))  # refuses what it cannot quantise
-        for part, opener in (
-            ("video_vae", self._open_video_vae),
-            ("audio_vae", lambda: open_audio_vae(self.parts.audio_vae)),
-        ):
-            if part not in self.infos:
-                self.infos[part] = on_device(opener().info, self.device)
+        for part in ("video_vae", "audio_vae"):
+            self._describe_vae(part)
 
     def follow(self, plan: Plan) -> list[str]:
         """Have the DiT placed as ``plan`` says, from its next load on; sentences about it. H3Error with what would fit
@@ -192,6 +188,13 @@ class Models:
             )
         return (dit, layers._replace(chunks=how.chunks)), info
 
+    def _describe_vae(self, part: str) -> CheckpointInfo:
+        """What is known of a VAE, from its header where it has not been loaded."""
+        if part not in self.infos:
+            opened = self._open_video_vae() if part == "video_vae" else open_audio_vae(self.parts.audio_vae)
+            self.infos[part] = on_device(opened.info, self.device)
+        return self.infos[part]
+
     def _open_video_vae(self) -> OpenedPart:
         return open_video_vae(self.parts.video_vae, quantise=self.loading.online("video_vae"))
 
@@ -221,13 +224,9 @@ class Models:
     def kept_latents(self, part: str) -> tuple[LatentCache, MediaOrigin | None]:
         """Where latents of ``part`` (video_vae, audio_vae) are kept, and what beside the media decides them; None where
         nothing is known of that VAE. Only its header and sampled bytes are read."""
-        path = getattr(self.parts, part)
-        if path is None:
+        if getattr(self.parts, part) is None:
             return self.caches.latents, None
-        if part not in self.infos:
-            opener = open_video_vae if part == "video_vae" else open_audio_vae
-            self.infos[part] = on_device(opener(path).info, self.device)
-        return self.caches.latents, MediaOrigin.of(self.infos[part].fingerprint, self.device)
+        return self.caches.latents, MediaOrigin.of(self._describe_vae(part).fingerprint, self.device)
 
     def text_encoder(self) -> TextEncoder:
         def load():
