@@ -209,11 +209,7 @@ def _add_model_options(command):
         help="folder of the prompt embeddings (default: embeddings in --model); may be repeated",
     )  # fmt: skip
     model.add_argument("--no-prompt-cache", action="store_true", help="keep no prompt states for the next run")
-    model.add_argument(
-        "--no-media-cache",
-        action="store_true",
-        help="keep no latents of pictures, clips and sounds for the next run",
-    )
+    model.add_argument("--no-media-cache", action="store_true", help="keep no latents of media for the next run")
     return model
 
 
@@ -329,9 +325,7 @@ def _models(arguments, dtype: str | None, loading=None):
     """The model folder with everything that the options say about it."""
     import torch
 
-    from . import encodings
     from .model import Caches, Models
-    from .text import conditions
 
     folders = [Path(folder) for folder in arguments.embeddings or ()]
     for folder in folders:
@@ -346,10 +340,7 @@ def _models(arguments, dtype: str | None, loading=None):
         _device(arguments.device),
         getattr(arguments, "layout", None),
         embedding_folders=folders,
-        caches=Caches(
-            conditions.ConditionCache(None if arguments.no_prompt_cache else conditions.default_folder()),
-            encodings.LatentCache(None if arguments.no_media_cache else encodings.default_folder()),
-        ),
+        caches=Caches.of_user(not arguments.no_prompt_cache, not arguments.no_media_cache),
         loading=loading,
     )
 

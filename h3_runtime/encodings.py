@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import __version__
-from .checkpoint.kept import KeptResults, cache_folder, versions
+from .checkpoint.kept import KeptResults, versions
 from .checkpoint.reader import SafetensorsFile
 from .checkpoint.writer import WORDS, write_safetensors
 from .errors import CheckpointError
@@ -120,11 +120,6 @@ def encode_each(
                 notes.append(refused)
         latents.append(latent)
     return latents
-
-
-def default_folder() -> Path:
-    """Where latents are kept when nobody says otherwise: the user's cache folder, or H3_LATENTS."""
-    return cache_folder("latents", "H3_LATENTS")
 
 
 def _sha256(tensor: Tensor) -> str:

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from .checkpoint.info import CheckpointInfo, on_device, stored_tensors
+from .checkpoint.kept import cache_folder
 from .checkpoint.load import OpenedPart, load_audio_vae, open_audio_vae, open_dit, open_video_vae
 from .checkpoint.opening import open_checkpoint
 from .checkpoint.parts import PartPaths
@@ -91,6 +92,12 @@ class Caches:
 
     conditions: ConditionCache = field(default_factory=ConditionCache)
     latents: LatentCache = field(default_factory=LatentCache)
+
+    @staticmethod
+    def of_user(prompts: bool = True, media: bool = True) -> Caches:
+        """Kept for the next run too, in the user's cache folder; ``prompts`` or ``media`` False: in memory only."""
+        conditions = ConditionCache(cache_folder("conditions", "H3_CONDITIONS") if prompts else None)
+        return Caches(conditions, LatentCache(cache_folder("latents", "H3_LATENTS") if media else None))
 
 
 class Models:

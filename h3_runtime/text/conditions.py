@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.kept import KeptResults, cache_folder
+from ..checkpoint.kept import KeptResults
 from ..checkpoint.reader import SafetensorsFile
 from ..checkpoint.writer import WORDS, write_safetensors
 from ..errors import CheckpointError, H3Error
@@ -153,11 +153,6 @@ def refuse_other(made: MadeCondition, file: str, prompt: str, recipe: str, shown
                 f"{new['name']} is not the {old['kind']} that {file} was made with as {names[-1]} ({old['name']}; "
                 f"{change}): give the same one at the same size and length, or encode again"
             )
-
-
-def default_folder() -> Path:
-    """Where conditions are kept when nobody says otherwise: the user's cache folder, or H3_CONDITIONS."""
-    return cache_folder("conditions", "H3_CONDITIONS")
 
 
 class ConditionCache(KeptResults[MadeCondition]):
