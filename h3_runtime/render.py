@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -411,32 +411,73 @@ def _sound(audio: torch.Tensor) -> Encode:
     return Encode(audio, "sound mean", lambda vae: vae.encode(audio[None]).cpu())
 
 
+@dataclass(frozen=True)
+class LabelFacts:
+    """All of a render that its label is made from, known after it ran or foreseen before.
+
+    ``condition``: paths that made the text rows; ``cast``: the DiT's weights are cast up to float32; ``state``: it goes
+    on from a saved state.
+    """
+
+    infos: Mapping[str, CheckpointInfo]
+    condition: tuple[str, ...]
+    cast: bool = False
+    recipe: str = "reference"
+    canonical: bool = True
+    tables: bool = True
+    num_forwards: int = DEFAULT_FORWARDS
+    shifts: tuple[float, float] = (VIDEO_SHIFT, AUDIO_SHIFT)
+    state: bool = False
+
+    def fidelity(self, beyond: Iterable[str] = ()) -> Fidelity:
+        """The label. A checkpoint that is itself approximate makes every render so."""
+        names = ["dit/float32" if self.cast else "dit/stored", *self.condition]
+        names += ["chunks/canonical" if self.canonical else "chunks/smaller"]
+        names += ["attention/sdpa", "refiner/once", "solver/euler", f"recipe/{self.recipe}"]
+        names += ["modulation/tables" if self.tables else "modulation/by-forward"]
+        steps, shifts = self.num_forwards == DEFAULT_FORWARDS, self.shifts == (VIDEO_SHIFT, AUDIO_SHIFT)
+        names += [] if steps else ["schedule/steps"]
+        names += [] if shifts else ["schedule/shifts"]
+        names += ["schedule/reference"] if steps and shifts else []
+        names += ["video-vae/float32", "video-vae/chunk-stream", "audio-vae/float32"]
+        names += [path for info in self.infos.values() for path in info.paths]
+        names += ["resume/state"] if self.state else []
+        return compose(names, beyond, "fp32 compute" if self.cast else "", reasons_of(self.infos.values()))
+
+
+def reasons_of(infos: Iterable[CheckpointInfo]) -> dict[str, str]:
+    """This render's own words for the paths that approximate files bring."""
+    return {
+        path: info.approximate
+        for info in infos
+        if info.approximate
+        for path in info.paths
+        if not path.startswith("kernel/")
+    }
+
+
+def casts_up(models: Models, dit: CheckpointInfo | None) -> bool:
+    """Whether the DiT computes in float32 that its file does not store."""
+    return models.cast_to is not None and not (dit is not None and set(dit.dtypes) == {"F32"})
+
+
 def label(job: RenderJob, sampled: SampleResult, models: Models, condition: MadeCondition | None = None) -> Fidelity:
-    """The render's fidelity from what ran. A checkpoint that is itself approximate makes every render so."""
-    infos = models.infos
-    cast = models.cast_to is not None and not ("dit" in infos and set(infos["dit"].dtypes) == {"F32"})
-    reasons = {}
-    names = ["dit/float32" if cast else "dit/stored", *_condition_paths(condition, cast)]
-    names.append("chunks/canonical" if models.loading.chunks == CANONICAL else "chunks/smaller")
-    names += ["attention/sdpa", "refiner/once", "solver/euler"]
-    names.append("recipe/reference" if job.request is None else f"recipe/{job.request.recipe}")
-    names.append("modulation/tables" if sampled.tables_before_loop else "modulation/by-forward")
-    steps = job.num_forwards == DEFAULT_FORWARDS
-    shifts = (job.video_shift, job.audio_shift) == (VIDEO_SHIFT, AUDIO_SHIFT)
-    names += [] if steps else ["schedule/steps"]
-    names += [] if shifts else ["schedule/shifts"]
-    names += ["schedule/reference"] if steps and shifts else []
-    names += ["video-vae/float32", "video-vae/chunk-stream", "audio-vae/float32"]
-    for info in infos.values():
-        names += info.paths
-        if info.approximate:
-            reasons.update({path: info.approximate for path in info.paths if not path.startswith("kernel/")})
-    if job.state is not None:
-        names.append("resume/state")
+    """The render's fidelity from what ran."""
+    cast = casts_up(models, models.infos.get("dit"))
     beyond = beyond_the_reference(job)
     if condition is not None and condition.record.embeddings:
         beyond.append("prompt embeddings")
-    return compose(names, beyond, "fp32 compute" if cast else "", reasons)
+    return LabelFacts(
+        models.infos,
+        tuple(_condition_paths(condition, cast)),
+        cast,
+        "reference" if job.request is None else job.request.recipe,
+        models.loading.chunks == CANONICAL,
+        sampled.tables_before_loop,
+        job.num_forwards,
+        (job.video_shift, job.audio_shift),
+        job.state is not None,
+    ).fidelity(beyond)
 
 
 def _condition_paths(condition: MadeCondition | None, cast: bool) -> list[str]:
@@ -450,18 +491,28 @@ def _condition_paths(condition: MadeCondition | None, cast: bool) -> list[str]:
 
 def beyond_the_reference(job: RenderJob) -> list[str]:
     """What of a job the reference has nothing to compare with."""
-    canvas, beyond = job.canvas, []
-    if any(not guide.keyframe for guide in job.guides):
+    partial_run = bool(job.start or job.schedule.stop < job.num_forwards)
+    return beyond_of(
+        job.canvas, job.guides, bool(job.references), job.masks is not None, job.denoise < 1, partial_run
+    )
+
+
+def beyond_of(
+    canvas: Canvas, guides: Iterable, references: bool, masks: bool, denoise: bool, partial_run: bool
+) -> list[str]:
+    """The same from what a job will be; ``guides`` have ``keyframe`` and ``strength``."""
+    beyond, guides = [], tuple(guides)
+    if any(not guide.keyframe for guide in guides):
         beyond.append("guides in the middle")
-    if any(guide.strength < 1 for guide in job.guides):
+    if any(guide.strength < 1 for guide in guides):
         beyond.append("guide strength")
-    if job.guides and job.references:
+    if guides and references:
         beyond.append("guides with references")
-    if job.masks is not None:
+    if masks:
         beyond.append("masks")
-    if job.denoise < 1:
+    if denoise:
         beyond.append("denoise strength")
-    if job.start or job.schedule.stop < job.num_forwards:
+    if partial_run:
         beyond.append("start and stop")
     low, high = TRAINED_FRAMES
     if not low <= canvas.num_frames <= high:
