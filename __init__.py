@@ -24,6 +24,11 @@ else:
     class H3RuntimeExtension(ComfyExtension):
         """Lists the nodes of this package; the host asks once at start."""
 
+        async def on_load(self) -> None:
+            from .nodes.routes import add_routes
+
+            add_routes()
+
         async def get_node_list(self) -> list:
             from .nodes import node_classes
 

@@ -13,6 +13,7 @@ sound latents), which the overlap is chosen for; over any number of clips pictur
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -59,14 +60,12 @@ def continue_clip(clip: AVLatent, frames: int, overlap: int) -> Continuation:
         raise H3Error(f"{frames} more frames were asked for: give at least 1")
     if overlap < 1:
         raise H3Error(f"an overlap of {overlap} frames was asked for: give at least 1; 22 (0.9 s) is usual")
-    begins = max(0, (count - overlap) // MEETING_FRAMES * MEETING_FRAMES)
-    shared = count - begins
+    begins, shared, total = continued_frames(count, frames, overlap)
     if shared != overlap:
         notes.append(
             f"overlap of {shared} frames ({shared / FPS:.3f} s) instead of {overlap}: this is where latents of the "
             "picture and of the sound begin together"
         )
-    total = snap_frames(shared + frames)
     if total - shared != frames:
         notes.append(
             f"{total - shared} new frames ({(total - shared) / FPS:.3f} s) instead of {frames}: 17k + 5 in all"
@@ -85,6 +84,20 @@ def continue_clip(clip: AVLatent, frames: int, overlap: int) -> Continuation:
     audio_mask[:, :kept_a] = 0
     masks = Masks.make(video_mask, audio_mask)
     return Continuation(canvas, AVLatent(video, audio), masks, begins, shared, tuple(notes))
+
+
+class Continued(NamedTuple):
+    """Frames of a continuation: where it ``begins`` in the clip before, how many are ``shared``, its ``total``."""
+
+    begins: int
+    shared: int
+    total: int
+
+
+def continued_frames(count: int, frames: int, overlap: int) -> Continued:
+    """The frames of a clip that follows one of ``count`` frames: see ``continue_clip``."""
+    begins = max(0, (count - overlap) // MEETING_FRAMES * MEETING_FRAMES)
+    return Continued(begins, count - begins, snap_frames(count - begins + frames))
 
 
 def join_clips(first: AVLatent, second: AVLatent, begins: int) -> AVLatent:

@@ -25,7 +25,7 @@ from .checkpoint.opening import find_partition, open_checkpoint, wrong_partition
 from .checkpoint.parts import DiTPath, PartPaths
 from .encodings import LatentCache, MediaOrigin
 from .errors import H3Error
-from .fidelity import Fidelity, compose
+from .fidelity import Fidelity, compose, use
 from .guides import place
 from .job import Plan, RenderJob, TextCondition
 from .lora import Lora
@@ -161,6 +161,12 @@ class Part:
     def loaded(self) -> bool:
         return bool(self._models._loaded)
 
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether the weights, once loaded, lie in the host's memory: on a CPU, or streamed from there."""
+        placement = self._models.loading.placement
+        return self.device.type == "cpu" or (placement is not None and placement.rung == "ram")
+
     def load(self, task: str = "t2va"):
         """The module (a text encoder: ``TextEncoder``), read when it is not there. ``task`` chooses nothing but checks
         that a DiT is of the partition it needs."""
@@ -214,12 +220,17 @@ class Part:
 
 
 def plan_sizes(
-    dit: Part, sizes: RenderSizes, others: Iterable[Part] = (), vram_gib: float = 0.0, ram_gib: float = 0.0
+    dit: Part,
+    sizes: RenderSizes,
+    others: Iterable[Part] = (),
+    vram_gib: float = 0.0,
+    ram_gib: float = 0.0,
+    freed: tuple[int, int] = (0, 0),
 ) -> Plan:
     """What a render of these sizes takes with this DiT, before any weights are read.
 
     ``others``: the parts beside it, where they are known (else the release's sizes). ``vram_gib``, ``ram_gib``: plan
-    for another machine; 0: this one.
+    for another machine; 0: this one, where ``freed`` bytes (card, host) that are taken now will be free by then.
     """
     models = dit.models
     how, path = models.loading, models.parts.dits[0].path
@@ -230,7 +241,11 @@ def plan_sizes(
     parts = PartPaths(dits=models.parts.dits, tokenizer=None, **{kind: paths.get(kind) for kind in KINDS[1:]})
     weights = parts_of(parts, with_loras(dit_of(opened), dit.loras), online)
     host = Host.given(ram_gib) if ram_gib else probe_host().with_disk(path)
+    if not ram_gib:
+        host = replace(host, available=min(host.total, host.available + freed[1]))
     card = probe_card(dit.device) if dit.device.type == "cuda" else None
+    if card is not None:
+        card = replace(card, free=min(card.total, card.free + freed[0]))
     if vram_gib:
         card = Card.given(vram_gib, card)
     return plan(sizes, weights, card or probe_cpu(host), host)
@@ -404,15 +419,20 @@ def run_job(
 
 
 def _label(dit: Part, job: RenderJob, sampled: SampleResult, origin: Origin) -> Fidelity:
-    """The label of ``render.label``, and beside it what another program made and what LoRAs changed."""
-    plain = label(job, sampled, dit.models, origin.condition)
-    foreign = [*(["the prompt"] if origin.condition is None else []), *origin.foreign]
-    names = [part.name for part in plain.parts if origin.condition or not part.name.startswith("encoder/")]
-    reasons = {part.name: part.reason for part in plain.parts}
-    if foreign:
-        names.append("condition/foreign")
-        reasons[names[-1]] = f"encoded by another program's code: {', '.join(foreign)}"
-    return compose(names, plain.beyond, plain.compute, reasons)
+    """The label of ``render.label`` with the parts that made the conditions, and what another program made."""
+    made = label(job, sampled, dit.models, origin.condition, origin.infos)
+    if origin.condition is None:
+        made = replace(made, parts=tuple(part for part in made.parts if not part.name.startswith("encoder/")))
+    return add_foreign(made, [*(["the prompt"] if origin.condition is None else []), *origin.foreign])
+
+
+def add_foreign(fidelity: Fidelity, names: Iterable[str]) -> Fidelity:
+    """The label of a render for which another program encoded what ``names`` tells (nothing: the label as it is)."""
+    names = list(names)
+    if not names:
+        return fidelity
+    reason = f"encoded by another program's code: {', '.join(names)}"
+    return replace(fidelity, parts=(*fidelity.parts, replace(use("condition/foreign"), reason=reason)))
 
 
 def describe_latent(result: RenderResult) -> dict:

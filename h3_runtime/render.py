@@ -461,14 +461,21 @@ def casts_up(models: Models, dit: CheckpointInfo | None) -> bool:
     return models.cast_to is not None and not (dit is not None and set(dit.dtypes) == {"F32"})
 
 
-def label(job: RenderJob, sampled: SampleResult, models: Models, condition: MadeCondition | None = None) -> Fidelity:
-    """The render's fidelity from what ran."""
-    cast = casts_up(models, models.infos.get("dit"))
+def label(
+    job: RenderJob,
+    sampled: SampleResult,
+    models: Models,
+    condition: MadeCondition | None = None,
+    others: Mapping[str, CheckpointInfo] | None = None,
+) -> Fidelity:
+    """The render's fidelity from what ran; ``others``: infos of parts that ``models`` does not hold itself."""
+    infos = {**(others or {}), **models.infos}
+    cast = casts_up(models, infos.get("dit"))
     beyond = beyond_the_reference(job)
     if condition is not None and condition.record.embeddings:
         beyond.append("prompt embeddings")
     return LabelFacts(
-        models.infos,
+        infos,
         tuple(_condition_paths(condition, cast)),
         cast,
         "reference" if job.request is None else job.request.recipe,
@@ -492,9 +499,7 @@ def _condition_paths(condition: MadeCondition | None, cast: bool) -> list[str]:
 def beyond_the_reference(job: RenderJob) -> list[str]:
     """What of a job the reference has nothing to compare with."""
     partial_run = bool(job.start or job.schedule.stop < job.num_forwards)
-    return beyond_of(
-        job.canvas, job.guides, bool(job.references), job.masks is not None, job.denoise < 1, partial_run
-    )
+    return beyond_of(job.canvas, job.guides, bool(job.references), job.masks is not None, job.denoise < 1, partial_run)
 
 
 def beyond_of(

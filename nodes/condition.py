@@ -317,7 +317,8 @@ class AddGuide(Node):
         held += [] if guide.audio is None else [f"{guide.audio.shape[3]} of sound"]
         notes += [*placement.notes, f"{media.name} at frame {guide.frame_index}: {', '.join(held)}"]
         foreign = any_foreign(options.get("video_vae"), options.get("audio_vae"))
-        entry = give_guide(guide, CarriedGuide(past(media), strength, foreign=foreign))
+        mark = CarriedGuide(past(media), strength, foreign=foreign, recipe=request.recipe, infos=models.infos)
+        entry = give_guide(guide, mark)
         return cls.report(notes, add_guide(positive, entry))
 
     @staticmethod

@@ -40,13 +40,15 @@ class CarriedPrompt:
 
 @dataclass(frozen=True)
 class CarriedGuide:
-    """Rides in a keyframe of ours: ``media`` (PastMedia), its ``strength``, whether it stands in the prompt too, and
-    whether another program's VAE encoded it."""
+    """Rides in a keyframe of ours: ``media`` (PastMedia), its ``strength``, whether it stands in the prompt too,
+    whether another program's VAE encoded it, by which ``recipe``, and the ``infos`` of our VAEs that did."""
 
     media: Any
     strength: float = 1.0
     keyframe: bool = False
     foreign: bool = False
+    recipe: str = "reference"
+    infos: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -170,19 +172,28 @@ def take_condition(conditioning: list, canvas) -> TakenCondition:
     guides, marks, foreign_guides = _take_guides(values, canvas)
     references, asked_references, foreign_references = _take_references(values)
     weakened, said = _weaken(guides, references, values)
+    recipes = {mark.recipe for mark in (*marks, *([] if carried is None else [carried]))}
     return TakenCondition(
         text=text,
         guides=weakened,
         references=references,
         made=None if carried is None else carried.made,
-        infos={} if carried is None else dict(carried.infos),
+        infos=_all_infos(carried, marks),
         foreign=tuple(foreign_guides + foreign_references),
         marks=tuple(marks),
         asked_references=asked_references,
         prompt=UNKNOWN_PROMPT if carried is None else carried.made.record.prompt,
-        recipe="reference" if carried is None else carried.recipe,
+        recipe="comfy" if "comfy" in recipes else "reference",
         notes=(*notes, *said),
     )
+
+
+def _all_infos(carried: CarriedPrompt | None, marks: list[CarriedGuide]) -> dict:
+    """What is known of the parts that made the prompt and its guides."""
+    infos: dict = {}
+    for mark in (*marks, *([] if carried is None else [carried])):
+        infos |= mark.infos
+    return infos
 
 
 def _outside(tensor: Tensor) -> Tensor:

@@ -298,12 +298,38 @@ def _once(service: str, error: Exception) -> None:
         log.warning("H3 Runtime goes on without %s: this ComfyUI does not offer it as expected (%s)", service, error)
 
 
+def is_running() -> bool:
+    """Whether the host runs a graph now."""
+    try:
+        from server import PromptServer
+
+        return bool(PromptServer.instance.prompt_queue.currently_running)
+    except Exception as error:
+        _once("whether a graph runs", error)
+        return False
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
 def compute_device() -> torch.device:
     """The device the host computes on (--cpu included)."""
     return torch.device(management.get_torch_device())
+
+
+def freed_for(device: torch.device) -> tuple[int, int]:
+    """Bytes of (card, host memory) that are taken now and will be free for a render: what torch holds on the card, and
+    our own weights in the host's memory."""
+    card = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    held = 0
+    try:
+        for loaded in management.current_loaded_models:
+            part = getattr(loaded.model, "part", None)
+            if part is not None and part.loaded and part.in_host_memory:
+                held += part.info.nbytes
+    except Exception as error:
+        _once("what its models hold", error)
+    return card, held
 
 
 def make_room(nbytes: int, device: torch.device) -> None:
@@ -346,6 +372,10 @@ def _evictable_class():
             super().__init__(
                 weights, load_device=part.device, offload_device=torch.device("cpu"), size=part.info.nbytes
             )
+
+        @property
+        def part(self):
+            return self._part()
 
         def model_size(self):
             part = self._part()

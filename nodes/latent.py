@@ -8,12 +8,14 @@ LATENT ─▶ H3 Split Latent ─▶ picture, sound ─▶ H3 Join Latent
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from . import host
 from .av_latent import KEY, empty_clip, give_latent, take_latent
 from .media import take_clip, take_media, take_sound
-from .sockets import CATEGORY, Node, SavedFileNode, intermediate, io, streams_of
+from .sockets import CATEGORY, GONE, Node, SavedFileNode, intermediate, io, streams_of
 from .stand_ins import part_of
 
 FOLDER = f"{CATEGORY}/latent"
@@ -35,6 +37,31 @@ def described(canvas) -> str:
         f"{canvas.width}x{canvas.height}, {canvas.num_frames} frames = {canvas.seconds:.3f} s at {FPS} fps "
         f"({canvas.latent_t} latents of picture, {canvas.audio_t} of sound)"
     )
+
+
+def canvas_of(seconds=5.167, ratio="16:9", megapixels=0.0, width=0, height=0, frames=0):
+    """The canvas that the widgets of H3 Empty Latent ask for. H3Error for one that cannot be."""
+    from ..h3_runtime import Canvas, H3Error
+
+    if bool(width) != bool(height):
+        raise H3Error(f"width is {width} and height {height}: give both, or 0 for both to use the ratio")
+    count = frames or max(1, round(seconds * FPS))
+    if width:
+        return Canvas.fit(count, (width, height))
+    sides = tuple(int(side) for side in ratio.split(":"))
+    return Canvas.fit(count, None, sides, megapixels or None)
+
+
+@lru_cache(maxsize=16)
+def saved_canvas(name: str, stamp: str):
+    """(canvas, whether it is a finished clip) of a saved latent; ``stamp`` changes when the file does."""
+    from ..h3_runtime import H3Error, load_latent
+
+    path = host.saved_file(name)
+    if path is None:
+        raise H3Error(GONE.format(name))
+    saved = load_latent(path)
+    return saved.canvas, saved.finished
 
 
 class EmptyLatent(Node):
@@ -111,16 +138,7 @@ class EmptyLatent(Node):
     @classmethod
     @host.runtime_mode
     def execute(cls, seconds=5.167, ratio="16:9", megapixels=0.0, width=0, height=0, frames=0):
-        from ..h3_runtime import Canvas, H3Error
-
-        if bool(width) != bool(height):
-            raise H3Error(f"width is {width} and height {height}: give both, or 0 for both to use the ratio")
-        count = frames or max(1, round(seconds * FPS))
-        if width:
-            canvas = Canvas.fit(count, (width, height))
-        else:
-            sides = tuple(int(side) for side in ratio.split(":"))
-            canvas = Canvas.fit(count, None, sides, megapixels or None)
+        canvas = canvas_of(seconds, ratio, megapixels, width, height, frames)
         latent = give_latent(empty_clip(canvas))
         del latent[KEY]  # an empty latent has nothing to tell
         notes = [described(canvas), *canvas.notes]

@@ -5,6 +5,8 @@ file of the host's folders, or the small carried model ──▶ Part (header ch
 
 from __future__ import annotations
 
+import threading
+from functools import lru_cache
 from pathlib import Path
 
 from . import host
@@ -30,6 +32,7 @@ PRECISIONS = ["as stored", "float32", "bfloat16"]
 LAYOUTS = ["detect", "official", "diffusers", "comfyui"]
 QUANTISE = ["no", "int8_convrot", "int8", "fp8"]
 PLACES = ["auto", "resident", "ram", "disk"]
+MAKING = threading.Lock()  # a graph may run while the page asks for a plan
 PICK = "The small carried model needs no download: it shows that every part runs, its pictures are blotches of colour."
 
 
@@ -59,8 +62,9 @@ def carried_folder() -> Path:
     from ..h3_runtime import make_model
 
     folder = host.temp_folder() / "h3_runtime_small_model"
-    if not all((folder / name).is_file() for name in (*CARRIED_FILES.values(), "vocab.json", "merges.txt")):
-        make_model(folder)
+    with MAKING:
+        if not all((folder / name).is_file() for name in (*CARRIED_FILES.values(), "vocab.json", "merges.txt")):
+            make_model(folder)
     return folder
 
 
@@ -69,7 +73,8 @@ def carried_reference_dit() -> Path:
     from ..h3_runtime import REFERENCE_DIT, make_reference_dit
 
     path = carried_folder() / REFERENCE_DIT
-    return path if path.is_file() else make_reference_dit(path.parent)
+    with MAKING:
+        return path if path.is_file() else make_reference_dit(path.parent)
 
 
 def path_of(kind: str, name: str) -> Path | None:
@@ -88,6 +93,22 @@ def check_choice(kind: str, name: str | None) -> bool | str:
     return host.missing_file(FOLDERS[kind][0], name)
 
 
+def settled_precision(name: str, precision: str) -> str:
+    """The number type that a widget means: bf16 on a CPU is slow, and the small model has nothing to lose."""
+    if name in (CARRIED, CARRIED_REFERENCES) and precision == "as stored" and host.compute_device().type == "cpu":
+        return "float32"
+    return precision
+
+
+def loading_of(kind: str, quantise: str, place: str = "auto"):
+    """How the weights of a part are brought in, as the widgets of its loader say it."""
+    from ..h3_runtime import Loading, Placement
+
+    placement = None if place == "auto" else Placement(place, adaln=place)
+    word = "text" if kind == "text_encoder" else kind
+    return Loading(quantise=asked_of(word, quantise), placement=placement)
+
+
 def open_part(kind: str, name: str, precision: str = "as stored", layout: str = "detect", loading=None):
     """(Part on the device that suits it, sentences)."""
     from ..h3_runtime import H3Error, Part
@@ -95,8 +116,7 @@ def open_part(kind: str, name: str, precision: str = "as stored", layout: str = 
     path = path_of(kind, name)
     if path is None:
         raise H3Error(host.missing_file(FOLDERS[kind][0], name))
-    if name in (CARRIED, CARRIED_REFERENCES) and precision == "as stored" and host.compute_device().type == "cpu":
-        precision = "float32"  # bf16 on a CPU is slow, and this model has nothing to lose
+    precision = settled_precision(name, precision)
     part = Part.open(
         kind,
         path,
@@ -108,6 +128,32 @@ def open_part(kind: str, name: str, precision: str = "as stored", layout: str = 
     )
     part.place(host.compute_device())
     return part, [f"{part.name}: {part.size / 2**30:.2f} GiB, {precision}, for {part.device}; read when it is needed"]
+
+
+@lru_cache(maxsize=32)
+def foreseen_part(
+    kind: str,
+    name: str,
+    stamp: str,
+    precision: str = "as stored",
+    layout: str = "detect",
+    quantise: str = "no",
+    place: str = "auto",
+):
+    """A Part to foresee with, apart from those that run: nothing is ever loaded into it. ``stamp`` changes when the
+    file does."""
+    loading = None if kind == "audio_vae" else loading_of(kind, quantise, place)
+    return open_part(kind, name, precision, layout, loading)[0]
+
+
+def foreseen_with_lora(part, name: str, strength: float):
+    """``part`` with one more LoRA of the host's folder."""
+    from ..h3_runtime import H3Error, Lora
+
+    path = host.find_file("loras", name)
+    if path is None:
+        raise H3Error(host.missing_file("loras", name))
+    return part.with_lora(Lora(path, strength))
 
 
 def file_stamp(kind: str, name: str | None) -> str:
@@ -173,11 +219,7 @@ class LoadModel(Node):
     @classmethod
     @host.runtime_mode
     def execute(cls, model, precision="as stored", layout="detect", quantise="no", place="auto"):
-        from ..h3_runtime import Loading, Placement
-
-        placement = None if place == "auto" else Placement(place, adaln=place)
-        loading = Loading(quantise=asked_of("dit", quantise), placement=placement)
-        part, notes = open_part("dit", model, precision, layout, loading)
+        part, notes = open_part("dit", model, precision, layout, loading_of("dit", quantise, place))
         partition = {
             "fl2va": "FL2VA weights (text, first and last frame, guides)",
             "ref2va": "Ref2VA weights (references)",

@@ -252,8 +252,9 @@ class JoinClips(Node):
         labels = [
             carried.fidelity or carried.result.fidelity for carried in renders if carried.fidelity or carried.result
         ]
-        given = give_latent(joined, fidelity=weakest(labels) if labels else None)
-        return cls.report([described(take_latent(given).canvas), *notes], given)
+        fidelity = weakest(labels) if labels else None
+        given = give_latent(joined, fidelity=fidelity)
+        return cls.report([described(take_latent(given).canvas), *notes], given, label=fidelity)
 
 
 NODES = [NoiseMasks, ExtendClip, JoinClips]

@@ -178,10 +178,8 @@ class Sampler(Node):
             overlap=None if carried is None else carried.overlap,
         )
         notes = [*planned, *result.notes, times(result)]
-        title = result.fidelity.title
-        report = "\n".join([title, *notes])
-        ui = {"h3_fidelity": [result.fidelity.to_dict()]}
-        return cls.report(notes, given, report, label=title, ui=ui)
+        report = "\n".join([result.fidelity.title, *notes])
+        return cls.report(notes, given, report, label=result.fidelity)
 
 
 def place_model(model, job) -> list[str]:
@@ -242,15 +240,15 @@ def taken_for_decoding(latent: dict):
     return taken, notes, not wrong
 
 
-def label_of(taken, parts) -> str | None:
-    """The label of the render that a latent carries, with the VAEs that decode it; None when it carries none."""
+def label_of(taken, parts):
+    """The Fidelity of the render that a latent carries, with the VAEs that decode it; None when it carries none."""
     from ..h3_runtime import with_parts
 
     if taken.carried is None:
         return None
     if taken.carried.result is not None:
-        return with_parts(taken.carried.result, parts).fidelity.title
-    return None if taken.carried.fidelity is None else taken.carried.fidelity.title
+        return with_parts(taken.carried.result, parts).fidelity
+    return taken.carried.fidelity
 
 
 class DecodeVideo(Node):
@@ -288,7 +286,7 @@ class DecodeVideo(Node):
         else:
             frames = video_vae.decode(taken.clip.video)[0]
         label = label_of(taken, [part])
-        report = "\n".join(([label] if label else []) + notes)
+        report = "\n".join(([label.title] if label else []) + notes)
         return cls.report(notes, frames, report, label=label, sound=sound)
 
 
@@ -323,7 +321,8 @@ class DecodeSound(Node):
         else:
             decoded = audio_vae.decode(taken.clip.audio).movedim(-1, 1)[0].float().cpu()
             wave, note = fit_audio(decoded, taken.canvas.audio_samples)
-        return cls.report([*notes, *([note] if note else [])], give_audio(wave), sound=sound)
+        notes += [note] if note else []
+        return cls.report(notes, give_audio(wave), label=label_of(taken, [part]), sound=sound)
 
 
 NODES = [Sampler, DecodeVideo, DecodeSound]

@@ -8,6 +8,7 @@ VIDEO, VIDEO, ... ─▶ H3 Join Video Files ──────┘   and the man
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from . import host
 from .av_latent import take_latent
@@ -55,23 +56,23 @@ def file_outputs():
     ]
 
 
-def tags_for(node, result, parts=()) -> tuple[dict[str, str], str | None]:
-    """(metadata of the file, the render's label): workflow, prompt and, for a render of ours, its manifest."""
+def tags_for(node, result, parts=()) -> tuple[dict[str, str], Any]:
+    """(metadata of the file, the render's Fidelity or None): workflow, prompt and, for a render of ours, manifest."""
     from ..h3_runtime import dump, make_manifest, with_parts
 
     tags, label = host.workflow_tags(node.hidden), None
     if result is not None:
         whole = with_parts(result, parts)
-        label = whole.fidelity.title
+        label = whole.fidelity
         if host.metadata_allowed():
             tags[MANIFEST] = dump(make_manifest(whole))
     return tags, label
 
 
-def done(node, path: Path, shown: dict, notes: list[str], label: str | None, sound: bool = True):
+def done(node, path: Path, shown: dict, notes: list[str], label, sound: bool = True):
     """The node's outputs for a written file; the page plays it."""
     shown = {**shown, "filename": path.name}
-    report = "\n".join(([label] if label else []) + notes)
+    report = "\n".join(([label.title] if label else []) + notes)
     ui = {"images": [shown], "animated": (True,)}
     return node.report(notes, video_of_file(path), report, ui=ui, label=label, sound=sound)
 
@@ -124,9 +125,10 @@ class SaveVideo(Node):
         from ..h3_runtime import Encoding, Mp4Writer
 
         notes: list[str] = []
-        carried = None if latent is None else take_latent({**latent, "noise_mask": None}).carried
-        result = None if carried is None else carried.result
-        tags, label = tags_for(cls, result)
+        taken = None if latent is None else take_latent({**latent, "noise_mask": None})
+        result = None if taken is None or taken.carried is None else taken.carried.result
+        tags, _ = tags_for(cls, result)
+        label = None if taken is None else label_of(taken, [])
         height, width = images.shape[1:3]
         path, shown = host.output_file(filename_prefix, ".mp4", width, height)
         encoding = Encoding(crf=options.get("crf", 16), lossless=options.get("lossless", False))

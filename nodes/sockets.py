@@ -40,16 +40,17 @@ class Node(io.ComfyNode):
     """A node of ours: what every one of them does the same way."""
 
     @classmethod
-    def report(cls, notes, *outputs, ui: dict | None = None, label: str | None = None, sound: bool = True):
-        """The node's outputs, with ``notes`` shown on it as text and handed to the page (``h3_notes``, ``h3_label``).
+    def report(cls, notes, *outputs, ui: dict | None = None, label=None, sound: bool = True):
+        """The node's outputs, with ``notes`` shown on it as text and handed to the page (``h3_notes``), like its
+        ``label`` (a Fidelity: ``h3_label`` its title, ``h3_fidelity`` its parts with their reasons).
 
         ``sound`` False: something is wrong with the result though it is there; the page shows it so.
         """
         notes = [note for note in dict.fromkeys(notes) if note]
         shown = {"h3_notes": notes, "h3_sound": [sound], **(ui or {})}
         if label is not None:
-            shown["h3_label"] = [label]
-        lines = ([label] if label else []) + notes
+            shown |= {"h3_label": [label.title], "h3_fidelity": [label.to_dict()]}
+        lines = ([label.title] if label else []) + notes
         if lines:
             host.show_text(cls, "\n".join(lines))
         for note in notes:

@@ -27,7 +27,7 @@ GROUPS = tuple(
         "< layout < steps < checkpoint < lora memory/streaming memory/probe memory/measure < memory/placement "
         "< text references encodings guides latents extend < accelerators < recovery < sampler decode "
         "< pressure memory/rows memory/weights memory/moments memory/moments_media memory/plan memory/plan_lines "
-        "< model < render < manifest < save embed < graph < compare engines < demo "
+        "< model < render < manifest < save embed < graph < forecast < compare engines < demo "
         "< verify bench bench_text bench_quant selftest inspection weight_commands plan_command < cli < __main__"
     ).split(" < ")
 )

@@ -35,7 +35,7 @@ from ..geometry import (
 from ..guides import Placed, Placement
 from ..job import MASK_LEVELS, MODALITY_TEXT, MODALITY_VIDEO, Masks, RenderJob
 from ..layout import ConditionShape, PackedLayout, Segment
-from ..references import IMAGE_SHORT_EDGE, PlacedReference, clip_canvas
+from ..references import IMAGE_SHORT_EDGE, SEEN_EVERY, PlacedReference, clip_canvas
 from ..request import RenderRequest
 from ..schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, plan_schedule
 from ..steps import plan_steps
@@ -297,23 +297,37 @@ def reference_edges(width: int, height: int) -> tuple[int, int]:
     return tuple(max(1, round(edge * scale / PIXELS_PER_TOKEN)) * PIXELS_PER_TOKEN for edge in (width, height))
 
 
-def picture_reference(width: int, height: int) -> ReferenceSize:
-    """A picture of ``width`` x ``height`` pixels as a reference."""
-    wide, high = reference_edges(width, height)
+def picture_reference(width: int, height: int, within: Canvas | None = None) -> ReferenceSize:
+    """A picture of ``width`` x ``height`` pixels as a reference; ``within`` a canvas: by the recipe ``comfy``, shrunk
+    to its area and never enlarged."""
+    if within is None:
+        wide, high = reference_edges(width, height)
+    else:
+        scale = min(1.0, math.sqrt(within.width * within.height / (width * height)))
+        wide, high = (max(1, round(edge * scale / PIXELS_PER_TOKEN)) * PIXELS_PER_TOKEN for edge in (width, height))
     cells = (1, high // PIXELS_PER_LATENT, wide // PIXELS_PER_LATENT)
-    return ReferenceSize(ConditionShape(cells, kind="image"), picture_vision(wide, high))
+    vision = picture_vision(wide, high, "reference" if within is None else "comfy")
+    return ReferenceSize(ConditionShape(cells, kind="image"), vision)
 
 
 def clip_reference(
-    width: int, height: int, frames: int, canvas: Canvas, sound_seconds: float | None = None
+    width: int,
+    height: int,
+    frames: int,
+    canvas: Canvas,
+    sound_seconds: float | None = None,
+    recipe: str = "reference",
 ) -> ReferenceSize:
-    """A clip of ``frames`` at 24 fps as a reference: on the trained canvas of its own ratio, cut to the target."""
-    wide, high = clip_canvas("the reference clip", width, height, "reference")
+    """A clip of ``frames`` at 24 fps as a reference: on the trained canvas of its own ratio (by the recipe ``comfy``
+    its own size where that is smaller), cut to the target."""
+    wide, high = clip_canvas("the reference clip", width, height, recipe)
     shown = min(frames, canvas.num_frames)
-    cells = (latent_frames(floor_frames(shown)), high // PIXELS_PER_LATENT, wide // PIXELS_PER_LATENT)
+    kept = floor_frames(shown)
+    cells = (latent_frames(kept), high // PIXELS_PER_LATENT, wide // PIXELS_PER_LATENT)
     sound = 0 if sound_seconds is None else _sound_latents(sound_seconds, canvas)
     kind = "video_audio" if sound else "video"
-    vision = clip_vision(wide, high, len(sample_clip(shown)[0]), bool(sound))
+    sampled = len(sample_clip(shown)[0]) if recipe == "reference" else -(-kept // SEEN_EVERY)
+    vision = clip_vision(wide, high, sampled, bool(sound), recipe)
     return ReferenceSize(ConditionShape(cells, sound, kind=kind), vision)
 
 
