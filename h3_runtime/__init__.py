@@ -98,6 +98,7 @@ _HOMES = {
     "sound_reference": "memory.rows",
     "to_uint8": "media",
     "weakest": "graph",
+    "weights_of_parts": "graph",
     "whole_frames": "extend",
     "with_decoders": "forecast",
     "with_parts": "graph",

@@ -32,7 +32,7 @@ from .lora import Lora
 from .memory.plan import plan
 from .memory.probe import Card, Host, probe_card, probe_cpu, probe_host
 from .memory.rows import RenderSizes
-from .memory.weights import dit_of, parts_of, with_loras
+from .memory.weights import ModelWeights, dit_of, parts_of, with_loras
 from .model import RESIDENT, Loading, Models
 from .pressure import sample_under_pressure
 from .recovery import RecoveryFolder
@@ -219,19 +219,8 @@ class Part:
         return plan.warnings(self.partition, job.num_forwards, job.video_shift, job.audio_shift)
 
 
-def plan_sizes(
-    dit: Part,
-    sizes: RenderSizes,
-    others: Iterable[Part] = (),
-    vram_gib: float = 0.0,
-    ram_gib: float = 0.0,
-    freed: tuple[int, int] = (0, 0),
-) -> Plan:
-    """What a render of these sizes takes with this DiT, before any weights are read.
-
-    ``others``: the parts beside it, where they are known (else the release's sizes). ``vram_gib``, ``ram_gib``: plan
-    for another machine; 0: this one, where ``freed`` bytes (card, host) that are taken now will be free by then.
-    """
+def weights_of_parts(dit: Part, others: Iterable[Part] = ()) -> ModelWeights:
+    """What this DiT, and the parts beside it where they are known (else the release's), take; headers are read."""
     models = dit.models
     how, path = models.loading, models.parts.dits[0].path
     opened = open_dit(path, models.dtype, models.layout, quantise=how.online("dit"))
@@ -239,8 +228,23 @@ def plan_sizes(
     paths = {part.kind: part.path for part in others}
     online = {part.kind: part.models.loading.online(part.kind) for part in others}
     parts = PartPaths(dits=models.parts.dits, tokenizer=None, **{kind: paths.get(kind) for kind in KINDS[1:]})
-    weights = parts_of(parts, with_loras(dit_of(opened), dit.loras), online)
-    host = Host.given(ram_gib) if ram_gib else probe_host().with_disk(path)
+    return parts_of(parts, with_loras(dit_of(opened), dit.loras), online)
+
+
+def plan_sizes(
+    dit: Part,
+    sizes: RenderSizes,
+    weights: ModelWeights,
+    vram_gib: float = 0.0,
+    ram_gib: float = 0.0,
+    freed: tuple[int, int] = (0, 0),
+) -> Plan:
+    """What a render of these sizes takes with this DiT of ``weights``, before any are read.
+
+    ``vram_gib``, ``ram_gib``: plan for another machine; 0: this one, where ``freed`` bytes (card, host) that are taken
+    now will be free by then.
+    """
+    host = Host.given(ram_gib) if ram_gib else probe_host().with_disk(dit.path)
     if not ram_gib:
         host = replace(host, available=min(host.total, host.available + freed[1]))
     card = probe_card(dit.device) if dit.device.type == "cuda" else None
@@ -263,7 +267,7 @@ def settle_placement(dit: Part, job: RenderJob) -> list[str]:
     if dit.loaded and rows <= root.planned_rows:
         return []
     dit.release()
-    notes = models.follow(plan_sizes(dit, sizes))
+    notes = models.follow(plan_sizes(dit, sizes, weights_of_parts(dit)))
     root.planned_rows = rows
     return notes
 

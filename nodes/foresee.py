@@ -27,6 +27,13 @@ def described(part):
     return describe_part(part)
 
 
+@lru_cache(maxsize=16)
+def weights_beside(dit, others: tuple):
+    from ..h3_runtime import weights_of_parts
+
+    return weights_of_parts(dit, others)
+
+
 def described_with_loras(dit):
     """The info of a DiT; that of its file is kept, however many LoRAs are tried beside it."""
     from ..h3_runtime import loras_beside
@@ -98,7 +105,8 @@ def plan_of(up: Upstream, step: Step, vram_gib: float = 0.0, ram_gib: float = 0.
             up.assume(f"no {words} of ours is in the graph: the release's size is assumed")
         else:
             others[kind] = part
-    return plan_sizes(dit, job.sizes, others.values(), vram_gib, ram_gib, host.freed_for(dit.device))
+    weights = weights_beside(dit, tuple(others.values()))
+    return plan_sizes(dit, job.sizes, weights, vram_gib, ram_gib, host.freed_for(dit.device))
 
 
 def foreseen_label(up: Upstream, step: Step):

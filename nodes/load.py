@@ -146,8 +146,9 @@ def foreseen_part(
     return open_part(kind, name, precision, layout, loading)[0]
 
 
-def foreseen_with_lora(part, name: str, strength: float):
-    """``part`` with one more LoRA of the host's folder."""
+@lru_cache(maxsize=32)
+def foreseen_with_lora(part, name: str, stamp: str, strength: float):
+    """``part`` with one more LoRA of the host's folder; ``stamp`` as above."""
     from ..h3_runtime import H3Error, Lora
 
     path = host.find_file("loras", name)

@@ -70,7 +70,7 @@ class MemoryPlan(Node):
     @classmethod
     @host.runtime_mode
     def execute(cls, model, latent, positive=None, **options):
-        from ..h3_runtime import RenderSizes, plan_lines, plan_results, plan_sizes
+        from ..h3_runtime import RenderSizes, plan_lines, plan_results, plan_sizes, weights_of_parts
 
         require_model(model)
         steps = options.get("steps", 49)
@@ -80,7 +80,8 @@ class MemoryPlan(Node):
             sizes = RenderSizes.of_job(make_job(positive, latent, Settings(steps=steps), model).job)
         vaes = [options.get(name) for name in ("video_vae", "audio_vae")]
         others = beside_carried(model) + [vae.part for vae in vaes if is_ours(vae)]
-        made = plan_sizes(model, sizes, others, options.get("vram_gib", 0.0), options.get("ram_gib", 0.0))
+        weights = weights_of_parts(model, others)
+        made = plan_sizes(model, sizes, weights, options.get("vram_gib", 0.0), options.get("ram_gib", 0.0))
         lines = plan_lines(made)
         ui = {"h3_plan": plan_results(made), "text": ["\n".join(lines)]}
         return cls.report(lines, "\n".join(lines), ui=ui, sound=made.fits)

@@ -122,7 +122,9 @@ class Upstream:
         if step.kind == "H3RuntimeLoadLora":
             below = self.model(given)
             name, strength = self.value(given, "lora", None), self.value(given, "strength", 1.0)
-            return None if below is None or name is None else foreseen_with_lora(below, name, float(strength))
+            if below is None or not isinstance(name, str):
+                return None
+            return foreseen_with_lora(below, name, host.stamp(host.find_file("loras", name)), float(strength))
         if step.kind != "H3RuntimeLoadModel":
             return None
         chosen = self.value(given, "model", None)
