@@ -154,6 +154,23 @@ def test_a_graph_renders_what_the_command_line_renders(model, tmp_path):
     assert any("taken up after forward 2 of 2" in note for note in again.notes)
 
 
+def test_an_approximate_encoder_or_vae_of_the_conditions_is_in_the_label(model):
+    """In a graph other parts than the DiT's own ``Models`` made the conditions: their files count all the same."""
+    dit, given = part(model, "dit"), GraphModels(text_encoder=part(model, "text_encoder"))
+    request = RenderRequest("a ball", size=(96, 64), frames=22, num_forwards=1)
+    made = condition_shown(request, (), given)
+    asked = RenderJob(CANVAS, made.text, num_forwards=1, request=request)
+    told = {}
+    for path in ("encoder/int8", "video-vae/file-approximate"):
+        part_word = "text_encoder" if path.startswith("encoder") else "video_vae"
+        other = replace(given.infos["text_encoder"], part=part_word, paths=(path,), approximate="that file is rounded")
+        told[path] = run_job(dit, asked, request, Origin({**given.infos, part_word: other}, made)).fidelity
+        (cause,) = [p for p in told[path].parts if p.name == path]
+        assert cause.reason == "that file is rounded"
+    plain = run_job(dit, asked, request, Origin(dict(given.infos), made)).fidelity
+    assert not [p for p in plain.parts if p.name in told]
+
+
 def test_a_watcher_sees_every_step_and_may_stop_the_run(model):
     text = TextCondition(torch.randn(3, 64), torch.ones(3, dtype=torch.int64))
     asked = RenderJob(CANVAS, text, num_forwards=3, request=RenderRequest("x"))

@@ -287,6 +287,13 @@ def test_guides_are_placed_cut_and_said(pack, parts):
             guided(pack, parts, positive, **{"frame": 0, **more})
 
 
+def test_the_recipe_and_the_vae_of_a_guide_are_in_the_job(pack, parts):
+    plain = take(pack, parts, guided(pack, parts, prompt_of(pack, parts), 9))
+    comfy = take(pack, parts, guided(pack, parts, prompt_of(pack, parts), 9, recipe="comfy"))
+    assert (plain.recipe, comfy.recipe) == ("reference", "comfy")
+    assert set(plain.infos) == {"text_encoder", "video_vae"}
+
+
 def theirs(*keyframes, references=(), width: int = 64, **more) -> list:
     values = {"minimax_token_tags": torch.ones(5, dtype=torch.long), "pooled_output": None, **more}
     if keyframes:
