@@ -250,5 +250,6 @@ def shown_plan(plan, up: Upstream, vram_gib: float) -> dict:
         "streamed": streamed,
         "refusal": plan.refusal,
         "seconds": plan.seconds,
+        "notes": list(plan.notes),
         "lines": plan_lines(plan),
     }

@@ -87,7 +87,7 @@ def test_a_part_is_quantised_while_it_loads(model):
     dit = Part.open("dit", model / "dit.safetensors")
     sizes = RenderSizes(CANVAS)
     held = [
-        graph.plan_sizes(dit, sizes, [vae], 12.0, 16.0).stage("video decode").vram
+        graph.plan_sizes(dit, sizes, graph.weights_of_parts(dit, [vae]), 12.0, 16.0).stage("video decode").vram
         for vae in (parts["video_vae"], plain)
     ]
     assert held[0] != held[1]

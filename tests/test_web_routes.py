@@ -70,6 +70,15 @@ def test_a_widget_that_costs_exactness_changes_every_label_after_it(pack, name, 
     assert labels["prompt"]["fidelity"]["label"] == labels["vaes"]["fidelity"]["label"] == "LOSSLESS"
 
 
+def test_every_loader_that_quantises_says_so_where_its_part_is_used(pack):
+    encoder = told(pack, with_widgets(rendered(), "clip", quantise="int8"))["labels"]
+    assert {name for name, label in encoder.items() if label["fidelity"]["label"] == "APPROXIMATE"} == {
+        "clip", "prompt", "sampler", "save",
+    }  # fmt: skip
+    vaes = told(pack, with_widgets(rendered(), "vaes", quantise="int8"))["labels"]
+    assert {name for name, label in vaes.items() if label["fidelity"]["label"] == "APPROXIMATE"} == {"vaes", "save"}
+
+
 @pytest.mark.parametrize("place", ["resident", "ram", "disk"])
 def test_placement_never_changes_a_label(pack, place):
     assert title(pack, with_widgets(rendered(), "model", place=place), "sampler") == "LOSSLESS (fp32 compute)"

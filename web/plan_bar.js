@@ -87,6 +87,7 @@ class PlanBar {
       lines.push(`${told[stage.name] ?? stage.name}: ${card}${told.ram} ${gib(stage.host)} GiB (${stage.from})`);
     }
     if (!plan.refusal) lines.push(told.in_all.replace("{0}", duration(plan.seconds)));
+    lines.push(...(plan.notes ?? []).map((sentence) => `• ${sentence}`));
     if (plan.assumed?.length) lines.push(told.assumed, ...plan.assumed.map((sentence) => `• ${sentence}`));
     return lines;
   }
