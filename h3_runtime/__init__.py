@@ -31,6 +31,7 @@ _HOMES = {
     "PackedLayout": "layout",
     "Part": "graph",
     "PastMedia": "graph",
+    "PixelEncoder": "references",
     "Placement": "memory.placement",
     "REFERENCE_DIT": "demo.maker",
     "RecoveryFolder": "recovery",

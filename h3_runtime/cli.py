@@ -18,6 +18,7 @@ from pathlib import Path
 from . import __version__
 from .errors import H3Error
 from .plan_command import add_plan
+from .recover_command import add_recover
 from .weight_commands import (
     add_inspect,
     add_loading_options,
@@ -25,6 +26,7 @@ from .weight_commands import (
     add_quantize,
     loading_of,
     loras_of,
+    model_parts,
     quantised_loading,
 )
 
@@ -189,7 +191,13 @@ def _add_render(commands) -> argparse.ArgumentParser:
     )
     out.add_argument("--inputs", metavar="DIR", help="where to look for the files of --from")
     out.add_argument("--keep-latent", action="store_true", help="keep the finished latent beside the clip")
-    out.add_argument("--resume", action="store_true", help="go on where an interrupted run of exactly this job stopped")
+    again = out.add_mutually_exclusive_group()
+    again.add_argument(
+        "--fresh", action="store_true", help="start over: an interrupted run of this job is not taken up"
+    )
+    again.add_argument(
+        "--resume", action="store_true", help="taking it up is the default; this says when there is none"
+    )
     out.add_argument("--recovery", metavar="DIR", help="folder for the states of runs (default: the user's cache)")
     out.add_argument("--no-recovery", action="store_true", help="save no state after each forward")
     out.add_argument("--no-metadata", action="store_true", help="write no manifest, neither in the file nor beside it")
@@ -262,8 +270,9 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
     old = None
     if arguments.inputs is not None and arguments.manifest is None:
         raise H3Error("--inputs says where the files of --from lie: add --from MANIFEST, or leave it out")
-    if arguments.resume and arguments.no_recovery:
-        raise H3Error("--resume takes up a saved state and --no-recovery keeps none: leave one of them out")
+    for option, does in (("resume", "takes up"), ("fresh", "drops")):
+        if getattr(arguments, option) and arguments.no_recovery:
+            raise H3Error(f"--{option} {does} a saved state and --no-recovery uses none: leave one of them out")
     if arguments.manifest is not None:
         given = [name for name in RENDER_INPUTS if getattr(arguments, name) not in (None, [])]
         if given:
@@ -281,10 +290,11 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
     keep_inputs(out, [medium.path for medium in request.media.values()] + ([arguments.manifest] if old else []))
     models = _models(arguments, request.dtype, loading_of(arguments, request))
     recovery = None if arguments.no_recovery else RecoveryFolder(arguments.recovery)
+    resume = True if arguments.resume else False if arguments.fresh else None
     try:
-        result = render_request(request, models, say.progress, recovery=recovery, resume=arguments.resume)
+        result = render_request(request, models, say.progress, recovery=recovery, resume=resume, tell=say)
     except KeyboardInterrupt:
-        cure = "" if recovery is None else "; the same command with --resume goes on after the last forward"
+        cure = "" if recovery is None else "; the same command goes on after the last forward"
         raise KeyboardInterrupt(f"stopped: nothing half-written was left{cure}") from None
     saved = save_clip(result, models, out, not arguments.no_metadata, arguments.keep_latent, progress=say.progress)
     for note in saved.notes:
@@ -444,25 +454,6 @@ def _pair(text: str, separator: str, kind: type, option: str, form: str) -> tupl
     return kind(match[1]), kind(match[2])
 
 
-def model_parts(arguments):
-    """The parts in --model, with --dit in place of the DiT found there."""
-    from dataclasses import replace
-
-    from .checkpoint.opening import find_partition
-    from .checkpoint.parts import DiTPath, find_parts
-    from .checkpoint.reader import open_source
-
-    if not Path(arguments.model).is_dir():
-        raise H3Error(f"--model {arguments.model} is not a folder: give the folder that holds the model's files")
-    parts = find_parts(arguments.model)
-    if getattr(arguments, "dit", None) is not None:
-        if not Path(arguments.dit).exists():
-            raise H3Error(f"--dit {arguments.dit} does not exist: give a file or folder that does")
-        partition, _ = find_partition(open_source(arguments.dit))
-        parts = replace(parts, dits=(DiTPath(Path(arguments.dit), partition),))
-    return parts
-
-
 # --- embed -----------------------------------------------------------------------------------------------------------
 
 
@@ -505,54 +496,6 @@ def run_embed_show(arguments, say: _Say) -> tuple[Results, int]:
     from .embed import show_condition
 
     return show_condition(arguments.file, say), 0
-
-
-# --- recover ---------------------------------------------------------------------------------------------------------
-
-
-def _add_recover(commands) -> argparse.ArgumentParser:
-    command = commands.add_parser("recover", help="list what interrupted runs left, or decode a finished latent")
-    command.add_argument("latent", nargs="?", metavar="FILE", help="a finished latent to decode; without it: the list")
-    command.add_argument("--model", metavar="DIR", help="model folder, for its VAEs")
-    command.add_argument("--out", metavar="FILE.mp4")
-    command.add_argument("--recovery", metavar="DIR", help="folder of the states (default: the user's cache)")
-    command.set_defaults(run=run_recover)
-    return command
-
-
-def run_recover(arguments, say: _Say) -> tuple[Results, int]:
-    from .latents import load_latent
-    from .model import Models
-    from .recovery import RecoveryFolder
-    from .save import check_output, decode_latent
-
-    if arguments.latent is None:
-        folder = RecoveryFolder(arguments.recovery)
-        rows = []
-        for path, saved in folder.read():
-            state = "finished" if saved.finished else f"stopped after forward {saved.info.get('stop')}"
-            canvas = saved.canvas
-            say(f"{path}  {canvas.width}x{canvas.height}, {canvas.num_frames} frames, {state}")
-            say(f"    prompt: {saved.info.get('prompt', '')!r}, seed {saved.info.get('seed')}")
-            rows.append({"name": str(path), "value": state, "unit": "", **saved.info})
-        if not rows:
-            say(f"nothing is waiting in {folder.folder}")
-        return rows, 0
-    if arguments.model is None or arguments.out is None:
-        raise H3Error("decoding a latent needs --model DIR (for its VAEs) and --out FILE.mp4")
-    out = check_output(arguments.out)
-    saved = load_latent(arguments.latent)
-    if not saved.finished:
-        raise H3Error(
-            f"{arguments.latent} stopped after forward {saved.info.get('stop')}: run its render command again with "
-            "--resume, or render --state FILE --start N"
-        )
-    models = Models(model_parts(arguments), device="cpu")
-    video, notes = decode_latent(saved, models, out, say.progress)
-    for note in notes:
-        say(f"note: {note}")
-    say(f"wrote {video}")
-    return [{"name": "video", "value": str(video), "unit": "path"}], 0
 
 
 # --- selftest --------------------------------------------------------------------------------------------------------
@@ -621,13 +564,13 @@ def run_verify(arguments, say: _Say) -> tuple[Results, int]:
 
 def _add_bench(commands) -> argparse.ArgumentParser:
     command = commands.add_parser("bench", help="measure step time, memory or loading, side by side in one run")
-    command.add_argument("what", choices=["step", "memory", "load", "text", "quant"])
+    command.add_argument("what", choices=["step", "memory", "load", "text", "quant", "card"])
     command.set_defaults(run=run_bench)
     return command
 
 
 def run_bench(arguments, say: _Say) -> tuple[Results, int]:
-    from . import bench, bench_quant, bench_text
+    from . import bench, bench_card, bench_quant, bench_text
 
     functions: dict[str, Callable[[], Results]] = {
         "step": bench.bench_step,
@@ -635,14 +578,15 @@ def run_bench(arguments, say: _Say) -> tuple[Results, int]:
         "load": bench.bench_load,
         "text": bench_text.bench_text,
         "quant": bench_quant.bench_quant,
+        "card": bench_card.bench_card,
     }
     results = functions[arguments.what]()
     for line in bench.format_lines(results):
         say(line)
-    return results, 0
+    return results, 1 if any(row.get("pass") is False for row in results) else 0
 
 
 COMMANDS = (
-    _add_demo, _add_render, _add_embed, _add_recover, add_plan, add_inspect, add_quantize,
+    _add_demo, _add_render, _add_embed, add_recover, add_plan, add_inspect, add_quantize,
     _add_selftest, _add_paths, _add_verify, _add_bench,
 )  # fmt: skip

@@ -16,7 +16,7 @@ from .errors import H3Error, NonFiniteError
 from .geometry import Canvas
 from .job import AVLatent
 from .media import fit_audio
-from .models.precision import exact_float32
+from .models.precision import exact_float32, is_finite
 from .models.video_vae import VideoVAE
 
 
@@ -54,7 +54,7 @@ def decode_video(
     for position, decoder in enumerate(decoders):
         try:
             for chunk in decoder.chunks(latent.video, done):
-                if not bool(torch.isfinite(chunk).all()):
+                if not is_finite(chunk):
                     raise NonFiniteError(
                         f"chunk {done + 1} of {total} decoded to NaN or infinity: no video was saved; the latent is "
                         "finite, so check the video VAE file"

@@ -115,7 +115,10 @@ def encode_each(
         if latent is None:
             vae = load() if vae is None else vae
             latent = one.run(vae)
-            refused = None if key is None else cache.keep(key, latent)
+            if key is None or getattr(vae, "fell_back", False):  # the key names the device it did not run on
+                refused = None
+            else:
+                refused = cache.keep(key, latent)
             if refused and refused not in notes:
                 notes.append(refused)
         latents.append(latent)

@@ -36,7 +36,8 @@ from .memory.weights import ModelWeights, dit_of, parts_of, with_loras
 from .model import RESIDENT, Loading, Models
 from .pressure import sample_under_pressure
 from .recovery import RecoveryFolder
-from .render import RenderResult, condition_text, encode, label, resumed_notes, run_fingerprint, run_recovery
+from .references import Encoder
+from .render import RenderResult, condition_text, encode, find_run, label, run_fingerprint
 from .request import Media, RenderRequest
 from .sampler import SampleResult
 from .text.conditions import MadeCondition
@@ -175,6 +176,11 @@ class Part:
         self._carry_loras()
         return self._models.dit(task)
 
+    def encoders(self) -> list[Encoder]:
+        """Ways to encode with this video VAE; a way that memory is not enough for hands over to the next."""
+        assert self.kind == "video_vae", self.kind
+        return self._models.encoders()
+
     def _carry_loras(self) -> None:
         """Have the weights carry this part's LoRAs: with others on them they are read anew."""
         loading = self._models.loading
@@ -247,6 +253,7 @@ def plan_sizes(
     host = Host.given(ram_gib) if ram_gib else probe_host().with_disk(dit.path)
     if not ram_gib:
         host = replace(host, available=min(host.total, host.available + freed[1]))
+    host = replace(host, converted=dit.models.loading.converted).with_transforms(weights.dit.transforms)
     card = probe_card(dit.device) if dit.device.type == "cuda" else None
     if card is not None:
         card = replace(card, free=min(card.total, card.free + freed[0]))
@@ -312,6 +319,19 @@ class GraphModels(Models):
         cache, origin = models.kept_latents(part)
         self.infos[part] = models.infos[part]
         return cache, origin
+
+    def encoders(self) -> list[Encoder]:
+        """Those of the video VAE that was given; another program's has one way, its own."""
+        given = self._given.get("video_vae")
+        if not hasattr(given, "encoders"):
+            return [Encoder("by the VAE that was given", self.video_vae)]
+
+        def noted(load: Callable):
+            loaded = load()
+            self.infos["video_vae"] = given.info
+            return loaded
+
+        return [way._replace(load=partial(noted, way.load)) for way in given.encoders()]
 
     def _load(self, key: str, part: str, load: Callable):
         given = self._given.get(part)
@@ -383,7 +403,7 @@ def run_job(
     dit.load(job.task)
     loaded = time.perf_counter()
     models = dit.models
-    run = None if recovery is None else run_recovery(recovery, request, job, dit.info, dit.dtype)
+    run, found = find_run(recovery, request, job, models)
     sampled, placement, stepped = sample_under_pressure(
         partial(models.place_dit, job.task),
         models.loading.placement or RESIDENT,
@@ -397,7 +417,7 @@ def run_job(
     notes = [*origin.notes, *planned, *dit.described(), *dit.warnings(job), *stepped]
     if warning := wrong_partition(dit.partition, job.task):
         notes.append(warning)
-    notes += resumed_notes(sampled, job)
+    notes += found
     return RenderResult(
         request=request,
         job=job,

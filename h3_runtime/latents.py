@@ -22,6 +22,7 @@ from .checkpoint.reader import SafetensorsFile
 from .errors import CheckpointError, H3Error
 from .geometry import Canvas
 from .job import AVLatent
+from .unfinished import part_path
 
 KIND = "h3_runtime.latent"
 
@@ -57,7 +58,7 @@ def save_latent(
     if source is not None:
         tensors |= {"source_video": source.video, "source_audio": source.audio}
     info = {"width": canvas.width, "height": canvas.height, "num_frames": canvas.num_frames, **info}
-    part = path.with_name(path.name + ".partial")
+    part = part_path(path)
     try:
         part.write_bytes(save({k: v.contiguous() for k, v in tensors.items()}, {KIND: json.dumps(info)}))
         os.replace(part, path)

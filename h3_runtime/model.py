@@ -30,12 +30,13 @@ from .job import Plan
 from .lora import Lora, LoraPlan
 from .lora import apply as apply_loras
 from .lora import plan as plan_loras
-from .memory.placement import Placement, place_dit, place_video_vae
+from .memory.placement import Placement, place_dit, place_video_encoder, place_video_vae
 from .memory.plan_lines import gib
 from .memory.streaming import DiTLayers, run_in_order
 from .memory.weights import piece_bytes
 from .models.attention import CANONICAL, ChunkSizes
 from .models.dit import DiT
+from .references import Encoder
 from .text.conditions import ConditionCache
 from .text.encoder import EncoderWeights, TextEncoder, open_weights
 
@@ -46,7 +47,8 @@ RESIDENT = Placement(adaln="resident")
 class Loading:
     """How weights are brought in. ``quantise`` (of a RenderRequest) while loading, all linears of a part's blocks but
     those that ``exclude`` names; ``loras`` as side branches, so that placement never changes a result. ``placement``:
-    of the DiT; ``encoder``: where the text encoder's layers are (None: by what is free)."""
+    of the DiT; ``encoder``: where the text encoder's layers are (None: by what is free). ``converted``: the folder for
+    converted weights, where the plan places the DiT on disk."""
 
     quantise: str | None = None
     exclude: tuple[str, ...] = ()
@@ -54,6 +56,7 @@ class Loading:
     placement: Placement | None = None
     chunks: ChunkSizes = CANONICAL
     encoder: Placement | None = None
+    converted: str = ""
 
     def online(self, part: str) -> Online | None:
         """How ``part`` (dit, text_encoder, video_vae) is quantised while it loads; None: it is not."""
@@ -84,6 +87,14 @@ def place_encoder(
     if 2 * nbytes <= free:
         return Placement()
     return Placement("ram" if keep and device.type == "cuda" and 2 * nbytes <= host else "disk")
+
+
+def _converted_notes(how: Loading, layers: DiTLayers) -> tuple[str, ...]:
+    """What became of the wish for a converted file."""
+    if not (how.converted or how.placement.converted) or layers.blocks.notes:
+        return layers.blocks.notes
+    reason = "the file's bytes are used as they are" if how.placement.rung == "disk" else f"the DiT is {how.placement}"
+    return (f"nothing was converted: {reason}",)
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,8 @@ class Models:
         if f"dit:{dit}" not in self._loaded:
             how = self.loading
             opened = open_dit(dit, self.dtype, self.layout, quantise=how.online("dit"))
+            if how.placement is not None:
+                how.placement.check(opened.module.config.layers, "DiT")
             if how.loras:
                 plan_loras(opened.module, how.loras)
         if encoder:
@@ -155,7 +168,9 @@ class Models:
         if not plan.fits:
             raise H3Error(plan.refusal)
         stage = plan.stage("denoise")
-        placement = Placement(stage.rung, stage.resident, max(stage.ahead, 1), stage.adaln or "disk", stage.pinned)
+        kept = 0 if stage.rung == "resident" else stage.resident
+        ahead, adaln = max(stage.ahead, 1), stage.adaln or "disk"
+        placement = Placement(stage.rung, kept, ahead, adaln, stage.pinned, self.loading.converted)
         self.loading = replace(self.loading, placement=placement, chunks=ChunkSizes(*plan.chunks))
         return [f"the plan: {placement}, {gib(plan.vram)} of {gib(plan.free_vram)}", *plan.notes]
 
@@ -193,6 +208,7 @@ class Models:
                 paths=(*info.paths, "dit/lora"),
                 notes=(*info.notes, *notes),
             )
+        info = replace(info, notes=(*info.notes, *_converted_notes(how, layers)))
         return (dit, layers._replace(chunks=how.chunks)), info
 
     def _describe_vae(self, part: str) -> CheckpointInfo:
@@ -206,7 +222,33 @@ class Models:
         return open_video_vae(self.parts.video_vae, quantise=self.loading.online("video_vae"))
 
     def video_vae(self) -> torch.nn.Module:
+        if "video_vae" not in self._loaded:
+            self.release("video_vae")  # what was there for encoding
         return self._load("video_vae", "video_vae", lambda: self._open_video_vae().load(self.device))
+
+    def video_encoder(self, device: str | torch.device | None = None) -> torch.nn.Module:
+        """The video VAE for encoding, without its decoder's layers; the whole one where that is here already."""
+        if "video_vae" in self._loaded and device is None:
+            return self.video_vae()
+        where = torch.device(self.device if device is None else device)
+
+        def load():
+            opened = self._open_video_vae()
+            return place_video_encoder(opened, where), on_device(opened.info, self.device)
+
+        return self._load(f"video_vae:encoder on {where}", "video_vae", load)
+
+    def encoders(self) -> list[Encoder]:
+        """Ways to encode pictures, the next one for when memory runs out."""
+
+        def on_cpu():
+            self.release("video_vae")
+            return self.video_encoder("cpu")
+
+        ways = [Encoder(f"on {self.device}", self.video_encoder)]
+        if torch.device(self.device).type != "cpu":
+            ways.append(Encoder("on the CPU", on_cpu))
+        return ways
 
     def decoders(self) -> list[Decoder]:
         """Ways to decode the picture, the next one for when memory runs out: whole on the device, layer by layer from

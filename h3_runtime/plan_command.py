@@ -37,6 +37,7 @@ def add_plan(commands) -> argparse.ArgumentParser:
     model.add_argument("--weights", metavar="FILE|bf16|int8|fp32", help="the DiT (default: that of --model, or bf16)")
     model.add_argument("--model", metavar="DIR", help="model folder, for the sizes of its other parts too")
     model.add_argument("--layout", help="read the DiT in this layout, where its names leave a choice")
+    model.add_argument("--converted", metavar="DIR", help="as for render: transformed blocks are kept in a file there")
     model.add_argument("--lora", action="append", default=[], metavar="FILE", help="a LoRA beside the weights")
     add_quantise_options(model)
     command.set_defaults(run=run_plan)
@@ -44,12 +45,15 @@ def add_plan(commands) -> argparse.ArgumentParser:
 
 
 def run_plan(arguments, say) -> tuple[list[dict], int]:
+    from dataclasses import replace
+
     from .memory.plan import plan
     from .memory.plan_lines import plan_lines, plan_results
 
-    sizes = sizes_of(arguments)
+    sizes = sizes_of(arguments, lambda sentence: say(f"note: {sentence}"))
     weights, place = _weights(arguments, "ref2va" if sizes.references else "fl2va" if sizes.guides else "t2va")
     card, host = _machine(arguments, place)
+    host = replace(host, converted=arguments.converted or "").with_transforms(weights.dit.transforms)
     made = plan(sizes, weights, card, host)
     for note in sizes.canvas.notes:
         say(f"note: {note}")
@@ -58,9 +62,10 @@ def run_plan(arguments, say) -> tuple[list[dict], int]:
     return plan_results(made), 0 if made.fits else 1
 
 
-def sizes_of(arguments):
-    """RenderSizes from the command line. H3Error names the option that cannot be read."""
-    from .geometry import DEFAULT_FRAMES, FPS, Canvas, floor_frames
+def sizes_of(arguments, tell):
+    """RenderSizes from the command line; ``tell`` is given what was cut. H3Error names the option that cannot be
+    read."""
+    from .geometry import DEFAULT_FRAMES, FPS, Canvas
     from .memory.rows import (
         DEFAULT_PROMPT_ROWS,
         GuideSize,
@@ -71,6 +76,7 @@ def sizes_of(arguments):
         prompt_rows,
         sound_reference,
     )
+    from .request import check_reference_kinds
     from .schedule import DEFAULT_FORWARDS, check_forwards
 
     frames = DEFAULT_FRAMES if arguments.frames is None else arguments.frames
@@ -78,17 +84,17 @@ def sizes_of(arguments):
     forwards = DEFAULT_FORWARDS if arguments.steps is None else arguments.steps
     check_forwards(forwards)
     guides = [GuideSize(index, keyframe=True) for index in (0, canvas.num_frames - 1)[: arguments.keyframes]]
-    for text in arguments.guide:
-        index, held = _numbers("--guide", text, r"(\d+)(?:\+(\d+))?", "FRAME or FRAME+FRAMES, e.g. 12 or 12+22")
-        if not 0 <= index < canvas.num_frames:
-            raise H3Error(f"--guide {text}: the clip has frames 0 to {canvas.num_frames - 1}")
-        guides.append(GuideSize(int(index), floor_frames(min(int(held or 1), canvas.num_frames - int(index)))))
+    guides += [_guide(text, canvas, tell) for text in arguments.guide]
+    kinds = (("image", arguments.ref_image), ("video", arguments.ref_video), ("audio", arguments.ref_audio))
+    check_reference_kinds([kind for kind, given in kinds for _ in given])
     references = [picture_reference(*_edges("--ref-image", text)) for text in arguments.ref_image]
     for text in arguments.ref_video:
         width, height, length = _numbers("--ref-video", text, r"(\d+)x(\d+)@([\d.]+)s?", "WxH@SECONDS, e.g. 1280x720@5")
+        _tell_cut(f"--ref-video {text}", length, canvas, tell)
         references.append(clip_reference(int(width), int(height), round(length * FPS), canvas, length))
     for text in arguments.ref_audio:
         (length,) = _numbers("--ref-audio", text, r"([\d.]+)s?", "SECONDS, e.g. 4.5")
+        _tell_cut(f"--ref-audio {text}", length, canvas, tell)
         references.append(sound_reference(length, canvas))
     levels = gradient_levels(arguments.mask_levels) if arguments.mask_levels else ()
     return RenderSizes(
@@ -101,6 +107,26 @@ def sizes_of(arguments):
         has_source=bool(levels),
         num_forwards=forwards,
     )
+
+
+def _guide(text: str, canvas, tell):
+    """GuideSize of FRAME or FRAME+FRAMES: as many frames as can be encoded and are left in the clip."""
+    from .geometry import floor_frames
+    from .memory.rows import GuideSize
+
+    index, held = map(int, _numbers("--guide", text, r"(\d+)(?:\+([1-9]\d*))?", "FRAME or FRAME+FRAMES, e.g. 12+22"))
+    if index >= canvas.num_frames:
+        raise H3Error(f"--guide {text}: the clip has frames 0 to {canvas.num_frames - 1}")
+    asked = held or 1
+    frames = floor_frames(min(asked, canvas.num_frames - index))
+    if frames != asked:
+        tell(f"--guide {text}: {frames} of the {asked} frames are held (17k + 5 or one, as far as the clip goes)")
+    return GuideSize(index, frames)
+
+
+def _tell_cut(option: str, seconds: float, canvas, tell) -> None:
+    if seconds > canvas.seconds:
+        tell(f"{option} is cut to the clip's {canvas.seconds:.1f} s")
 
 
 def _weights(arguments, task: str):

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -93,11 +94,40 @@ def describe_names(prompt: str, shown: Sequence[Shown]) -> list[str]:
     return notes + lint_names(prompt, shown)
 
 
-def encode_pixels(frames: np.ndarray, video_vae, recipe: str = "reference", mean: bool = False) -> Tensor:
-    """uint8 [f, H, W, 3] -> normalised [1, 24, T, H/16, W/16]: sampled and rounded, or (``mean``, comfy) the mean."""
-    pixels = torch.from_numpy(np.ascontiguousarray(frames))
-    encode = video_vae.encode_mean if mean or recipe == "comfy" else video_vae.encode_condition
-    return encode(pixels).cpu()
+class Encoder(NamedTuple):
+    """One place to encode pixels: ``load()`` gives the video VAE there; ``name`` for the report."""
+
+    name: str
+    load: Callable[[], Any]
+
+
+class PixelEncoder:
+    """Encodes with the first of ``ways`` that has the memory; ``tell`` is given a sentence about each that has not.
+    ``fell_back``: it was not the first that made the last latent."""
+
+    def __init__(self, ways: Sequence[Encoder], tell: Callable[[str], None] = lambda sentence: None):
+        self.ways, self.tell = list(ways), tell
+        self.fell_back = False
+
+    def __call__(self, frames: np.ndarray, recipe: str = "reference", mean: bool = False) -> Tensor:
+        """uint8 [f, H, W, 3] -> normalised [1, 24, T, H/16, W/16] on the CPU: sampled and rounded, or (``mean``, comfy)
+        the mean. H3Error when the last way has not the memory either."""
+        pixels = torch.from_numpy(np.ascontiguousarray(frames))
+        while True:
+            way = self.ways[0]
+            try:
+                vae = way.load()
+                encode = vae.encode_mean if mean or recipe == "comfy" else vae.encode_condition
+                return encode(pixels).cpu()
+            except torch.OutOfMemoryError as error:
+                reason = str(error).splitlines()[0]
+            vae = encode = None  # outside the except block: the traceback holds what did not fit
+            what = f"{pixels.shape[2]}x{pixels.shape[1]} pixels could not be encoded {way.name}"
+            if len(self.ways) == 1:
+                raise H3Error(f"{what} ({reason}): free memory, or give smaller pictures")
+            del self.ways[0]
+            self.fell_back = True
+            self.tell(f"{what}, its memory is not enough: encoded {self.ways[0].name}")
 
 
 def read_memory(medium: Media) -> tuple[np.ndarray | None, Tensor | None]:

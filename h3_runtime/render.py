@@ -36,7 +36,7 @@ from .models.attention import CANONICAL
 from .models.precision import exact_float32
 from .pressure import sample_under_pressure
 from .recovery import RecoveryFolder, RunRecovery
-from .references import encode_pixels
+from .references import PixelEncoder
 from .request import RenderRequest
 from .sampler import SampleResult
 from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, Schedule, plan_schedule
@@ -84,12 +84,14 @@ def render_request(
     progress: Progress | None = None,
     poll: Callable[[], None] | None = None,
     recovery: RecoveryFolder | None = None,
-    resume: bool = False,
+    resume: bool | None = None,
+    tell: Callable[[str], None] = lambda sentence: None,
 ) -> RenderResult:
     """Run ``request`` up to its latent. H3Error before any weights are read for what cannot be used.
 
-    With ``recovery`` the state is saved after every forward; ``resume`` takes up what an earlier process left of
-    exactly this job, else the run starts over.
+    With ``recovery`` the state is saved after every forward, and what an earlier process left of exactly this job is
+    taken up; ``resume`` True also says when there is nothing, False starts over. ``tell`` is given at once what was
+    found.
     """
     seconds: dict[str, float] = {}
     report = progress or (lambda stage, done, total: None)
@@ -112,9 +114,10 @@ def render_request(
         report("load", 1, 1)
     notes += check_state(job, placement, models)
     with _timed(seconds, "denoise"):
-        run = None if recovery is None else run_recovery(recovery, request, job, models.infos["dit"], models.dtype)
-        if run is not None and not resume:
-            run.discard()
+        run, found = find_run(recovery, request, job, models, resume)
+        for sentence in found:
+            tell(sentence)
+        notes += found
         sampled, place_used, stepped = sample_under_pressure(
             partial(models.place_dit, task),
             models.loading.placement or RESIDENT,
@@ -127,9 +130,6 @@ def render_request(
     models.done("dit")
     fidelity = label(job, sampled, models, condition)
     notes += job.text.notes
-    notes += resumed_notes(sampled, job)
-    if resume and sampled.resumed_after is None:
-        notes.append("nothing was saved of this job: it was run from its start")
     for part, info in models.infos.items():
         notes += [f"{part}: {note}" for note in info.notes]
         if part == "dit" and (warning := wrong_partition(info.partition, task)):
@@ -170,6 +170,7 @@ def choose_placement(request: RenderRequest, placed: Placement, models: Models) 
     if models.loading.placement is not None or device.type != "cuda":
         return []
     host = probe_host().with_disk(models.parts.dit_for(placed.task).path)
+    host = replace(host, converted=models.loading.converted)
     made = plan_request(
         request, models.parts, probe_card(device), host, placed, models.loading.loras, (), models.layout
     )
@@ -189,20 +190,31 @@ def few_step_notes(request: RenderRequest, models: Models) -> list[str]:
     return []
 
 
-def run_recovery(
-    folder: RecoveryFolder, request: RenderRequest, job: RenderJob, dit: CheckpointInfo, dtype: torch.dtype | None
-) -> RunRecovery:
-    """Where this job's states are kept: named by all that decides its output. What the text encoder and the VAEs made
-    is in the job itself, so of the checkpoints only the DiT is named, with the ``dtype`` it is cast to."""
-    fingerprint = job.fingerprint(f"dit={dit.fingerprint}", str(dtype), __version__)
-    return folder.run(fingerprint, job.canvas, task=job.task, prompt=request.prompt, seed=job.seed)
+def find_run(
+    folder: RecoveryFolder | None, request: RenderRequest, job: RenderJob, models: Models, resume: bool | None = None
+) -> tuple[RunRecovery | None, list[str]]:
+    """Where this job's states are kept, and a sentence about what an earlier process left of it. That is taken up when
+    the job runs; with ``resume`` False it is dropped here, with True its absence is told.
 
-
-def resumed_notes(sampled: SampleResult, job: RenderJob) -> list[str]:
-    """A sentence about a run that went on from what an earlier one had saved."""
-    if sampled.resumed_after is None:
-        return []
-    return [f"taken up after forward {sampled.resumed_after} of {job.num_forwards}, saved by an earlier run"]
+    A state is named by all that decides the job's output. What the text encoder and the VAEs made is in the job itself,
+    so of the checkpoints only the DiT is named, with the dtype it is cast to.
+    """
+    if folder is None:
+        return None, []
+    fingerprint = job.fingerprint(f"dit={models.infos['dit'].fingerprint}", str(models.dtype), __version__)
+    run = folder.run(fingerprint, job.canvas, task=job.task, prompt=request.prompt, seed=job.seed)
+    state, left = run.load(), run.path.is_file()
+    done = "" if state is None else f"forward {state.done} of {job.num_forwards}"
+    if resume is False:
+        run.discard()
+        if not left:
+            return run, []
+        return run, [f"run from its start: {done or 'a damaged state'}, saved by an earlier run, was dropped"]
+    if state is not None:
+        return run, [f"taken up after {done}, saved by an earlier run of exactly this job"]
+    if left:
+        return run, [f"run from its start: the saved state {run.path} is damaged"]
+    return run, ["run from its start: no earlier run of exactly this job has left a state"] if resume else []
 
 
 def check_options(request: RenderRequest) -> Schedule:
@@ -338,6 +350,7 @@ def encode(
     """Media to the job that the sampler runs, one VAE at a time: every picture first, then every sound.
 
     What the same VAE encoded before is taken from where ``models`` keeps it; a VAE with nothing to encode is not read.
+    ``notes`` is given what was done otherwise than planned.
     """
     placed = [*placement.guides, *placement.references]
     source, edited = None, placement.source if isinstance(placement.source, Placed) else None
@@ -397,14 +410,18 @@ def _encoded(wanted: dict[int, Encode], part: str, models: Models, notes: list[s
     if not wanted:
         return {}
     cache, origin = models.kept_latents(part)
-    latents = encode_each(wanted.values(), getattr(models, part), cache, origin, notes)
+    if part == "video_vae":
+        load = lambda: PixelEncoder(models.encoders(), notes.append)  # noqa: E731
+    else:
+        load = models.audio_vae
+    latents = encode_each(wanted.values(), load, cache, origin, notes)
     models.done(part)
     return dict(zip(wanted, latents))
 
 
 def _picture(frames: np.ndarray, recipe: str, mean: bool) -> Encode:
     mean = mean or recipe == "comfy"
-    return Encode(frames, "mean" if mean else "sampled", lambda vae: encode_pixels(frames, vae, mean=mean))
+    return Encode(frames, "mean" if mean else "sampled", lambda encode: encode(frames, mean=mean))
 
 
 def _sound(audio: torch.Tensor) -> Encode:

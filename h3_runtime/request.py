@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -146,13 +147,18 @@ class ReferenceRequest:
 
 def check_references(references: tuple[ReferenceRequest, ...]) -> None:
     """H3Error for more references than the model was taught, or for sounds alone."""
+    check_reference_kinds([reference.kind for reference in references])
+
+
+def check_reference_kinds(references: Sequence[str]) -> None:
+    """The same for their kinds: image, video, audio."""
     for kind, limit in REFERENCE_LIMITS.items():
-        count = sum(reference.kind == kind for reference in references)
+        count = references.count(kind)
         if count > limit:
             raise H3Error(f"{count} {kind} references were given: at most {limit} are possible, leave some out")
     if len(references) > MAX_REFERENCES:
         raise H3Error(f"{len(references)} references were given: at most {MAX_REFERENCES} in all, leave some out")
-    if references and all(reference.kind == "audio" for reference in references):
+    if references and all(kind == "audio" for kind in references):
         raise H3Error("a sound cannot be the only reference: add a picture or a clip that it belongs to")
 
 

@@ -27,7 +27,7 @@ from .layout import PackedLayout, audio_to_rows, patchify_video, rows_to_audio, 
 from .memory.streaming import DiTLayers, ResidentLayers, StreamedLayers, run_in_order
 from .models.attention import dense_attention, rotary_table
 from .models.dit import DiT, ForwardContext
-from .models.precision import exact_float32
+from .models.precision import exact_float32, is_finite
 from .recovery import RunRecovery
 from .schedule import CONDITION_TIMESTEP, euler_step, mix, start_point
 from .steps import StepPlan, Steps, on_device, plan_steps
@@ -359,7 +359,7 @@ def restore_kept(job: RenderJob, latent: AVLatent) -> AVLatent:
 
 def _require_finite(video: Tensor, audio: Tensor, index: int, total: int) -> None:
     for name, rows in (("picture", video), ("sound", audio)):
-        if not bool(torch.isfinite(rows).all()):
+        if not is_finite(rows):
             raise NonFiniteError(
                 f"the {name} latent became NaN or infinite at forward {index + 1} of {total}: nothing was decoded; "
                 "check the checkpoint (inspect it), or compute in float32"

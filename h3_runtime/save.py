@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from .manifest import METADATA_KEY, dump, make_manifest
 from .media import Mp4Writer, check_output_path
 from .model import Models
 from .render import Progress, RenderResult, run_fingerprint
+from .unfinished import part_path
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ def save_clip(
         if not keep_latent:
             latent.unlink()
             latent = None
-        if result.recovery is not None:
-            result.recovery.discard()
+    if result.recovery is not None:
+        result.recovery.discard()
     manifest_file = out.with_suffix(".json") if metadata else None
     if manifest_file is not None:
         _write_text(manifest_file, dump(manifest))
@@ -182,7 +184,8 @@ def _peak_rss() -> int | None:
         import resource
     except ImportError:  # Windows reports its peak through psutil
         return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts in bytes, Linux in KiB
 
 
 def machine() -> dict:
@@ -212,7 +215,7 @@ def _processor() -> str:
 
 
 def _write_text(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".partial")
+    part = part_path(path)
     try:
         part.write_text(text, encoding="utf-8")
         os.replace(part, path)

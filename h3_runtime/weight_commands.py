@@ -5,6 +5,7 @@ imported when it is asked for, so that the command line starts without torch.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from .errors import H3Error
@@ -73,14 +74,16 @@ def add_quantise_options(group) -> None:
 
 
 def add_loading_options(group) -> None:
-    """How render brings in the weights; the last three change no result."""
+    """How render brings in the weights; what stands from --place on changes no result."""
     group.add_argument("--lora", action="append", default=[], metavar="FILE[@STRENGTH]",
                        help="LoRA in any circulated layout, with a strength (default 1); may be repeated")  # fmt: skip
     add_quantise_options(group)
     group.add_argument("--place", choices=["resident", "ram", "disk"], help="blocks stay on the device, "
                        "or come from RAM or disk: the same bits (default: the plan chooses)")  # fmt: skip
-    group.add_argument("--resident-layers", type=int, default=0, metavar="N", help="with --place: blocks that stay")
-    group.add_argument("--ahead", type=int, default=1, metavar="N", help="with --place: blocks copied in advance")
+    group.add_argument("--resident-layers", type=int, metavar="N", help="with --place: blocks that stay")
+    group.add_argument("--ahead", type=int, metavar="N", help="with --place: blocks copied in advance (1)")
+    group.add_argument("--converted", metavar="DIR", help="blocks from disk whose bytes need work first (quantised, "
+                       "reordered) are kept ready in a file in DIR: large, see plan --converted")  # fmt: skip
 
 
 def loras_of(arguments) -> tuple:
@@ -113,8 +116,39 @@ def loading_of(arguments, request):
         return None
     loras = tuple(Lora(lora.media.path, lora.strength) for lora in request.loras)
     rung, placement = arguments.place, None
-    if rung in (None, "resident") and (arguments.resident_layers or arguments.ahead != 1):
+    converted = _converted_folder(arguments.converted, rung)
+    kept, ahead = arguments.resident_layers, arguments.ahead
+    if rung in (None, "resident") and (kept, ahead) != (None, None):
         raise H3Error("--resident-layers and --ahead go with --place ram or --place disk: add one of them")
     if rung is not None:
-        placement = Placement(rung, arguments.resident_layers, arguments.ahead, rung)
-    return Loading(request.quantise, request.exclude, loras, placement)
+        placement = Placement(rung, kept or 0, 1 if ahead is None else ahead, rung, converted=converted)
+    return Loading(request.quantise, request.exclude, loras, placement, converted=converted)
+
+
+def _converted_folder(folder: str | None, rung: str | None) -> str:
+    if folder is None:
+        return ""
+    if rung not in (None, "disk"):
+        raise H3Error(f"--converted keeps transformed weights for --place disk, not {rung}: leave one of them out")
+    if not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
+        raise H3Error(f"--converted {folder} is not a folder that can be written to: make it, or choose another one")
+    return folder
+
+
+def model_parts(arguments):
+    """The parts in --model, with --dit in place of the DiT found there."""
+    from dataclasses import replace
+
+    from .checkpoint.opening import find_partition
+    from .checkpoint.parts import DiTPath, find_parts
+    from .checkpoint.reader import open_source
+
+    if not Path(arguments.model).is_dir():
+        raise H3Error(f"--model {arguments.model} is not a folder: give the folder that holds the model's files")
+    parts = find_parts(arguments.model)
+    if getattr(arguments, "dit", None) is not None:
+        if not Path(arguments.dit).exists():
+            raise H3Error(f"--dit {arguments.dit} does not exist: give a file or folder that does")
+        partition, _ = find_partition(open_source(arguments.dit))
+        parts = replace(parts, dits=(DiTPath(Path(arguments.dit), partition),))
+    return parts

@@ -194,7 +194,7 @@ class DecodeAndSave(Node):
         with Mp4Writer(path, canvas.width, canvas.height, canvas.num_frames, wave, encoding=encoding) as writer:
             teller = host.Teller(cls, 1, "decoding the picture")
             if isinstance(picture, PictureAsVae):
-                picture.load()
+                picture.prepare()
                 notes += decode_video(picture.models.decoders(), clip, PolledWriter(writer), teller.steps)
             else:
                 sink = FrameList()

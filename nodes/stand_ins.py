@@ -102,13 +102,31 @@ class PictureAsVae(_StandIn):
     @host.runtime_mode
     def encode(self, pixels: Tensor) -> Tensor:
         """Posterior means, as the host's VAE gives them. A clip is cut to 17k + 5 frames, sides to multiples of 32."""
-        from ..h3_runtime import floor_frames, to_uint8
+        from ..h3_runtime import PixelEncoder, floor_frames, to_uint8
 
         frames = pixels[0] if pixels.ndim == 5 else pixels
         height, width = (side // 32 * 32 for side in frames.shape[1:3])
         top, left = (frames.shape[1] - height) // 2, (frames.shape[2] - width) // 2
         frames = frames[: floor_frames(len(frames)), top : top + height, left : left + width, :3]
-        return self.load().encode_mean(torch.from_numpy(to_uint8(frames))).cpu()
+        return PixelEncoder(self.encoders(), host.log.info)(to_uint8(frames), mean=True)
+
+    def encoders(self):
+        """Ways to encode, after the host has made room: the decoder's layers are not loaded for it."""
+        if not self.part.loaded:
+            host.make_room(self.part.size, self.part.device)
+        return [way._replace(load=lambda load=way.load: self._kept(load)) for way in self.part.encoders()]
+
+    def _kept(self, load):
+        loaded = load()
+        host.keep_evictable(self.part)
+        return loaded
+
+    def prepare(self) -> None:
+        """Load it where there is room; where there is not, the ways to decode find one."""
+        try:
+            self.load()
+        except torch.OutOfMemoryError:
+            host.log.info("H3 Runtime: the video VAE does not fit whole, it is decoded layer by layer")
 
     def encode_tiled(self, pixels: Tensor, **tiles) -> Tensor:
         return self.encode(pixels)
@@ -130,7 +148,7 @@ class PictureAsVae(_StandIn):
             what = "a sound latent" if latent.shape[1] == 32 else "another model's latent"
             raise H3Error(f"the latent has {latent.shape[1]} channels, it is {what}: give the video VAE a video latent")
         sink = FrameList()
-        self.load()
+        self.prepare()
         clip = AVLatent(latent, torch.zeros(1, 32, 2, 1))
         for note in decode_video(self.part.models.decoders(), clip, sink, progress):
             host.log.info("H3 Runtime: %s", note)

@@ -261,6 +261,13 @@ OPTIONS = {
     "feather on a word": (["--audio-mask", "keep", "--audio-feather", "0.1"], "softens the ranges"),
     "inputs alone": (["--inputs", "."], "add --from MANIFEST"),
     "resume without": (["--resume", "--no-recovery"], "leave one of them out"),
+    "fresh without": (["--fresh", "--no-recovery"], "leave one of them out"),
+    "layers of nothing": (["--resident-layers", "0"], "go with --place ram or --place disk"),
+    "ahead of nothing": (["--ahead", "1", "--place", "resident"], "go with --place ram or --place disk"),
+    "negative layers": (["--place", "ram", "--resident-layers", "-1"], "placement keeps -1 layers"),
+    "nothing ahead": (["--place", "ram", "--ahead", "0"], "copies 0 ahead"),
+    "too many layers": (["--place", "ram", "--resident-layers", "99"], "99 layers shall stay on the device"),
+    "too many ahead": (["--place", "disk", "--ahead", "99"], "99 layers shall be copied ahead"),
     "superscript": (["--size", "\u00b2x3"], "cannot be read: give WxH"),
     "endless": (["--size", "9" * 5000 + "x64"], "cannot be read: give WxH"),
     "device": (["--device", "meta"], "give cuda or cpu"),
@@ -355,7 +362,7 @@ def test_an_interrupted_render_says_how_to_go_on(capsys, model, tmp_path, monkey
     monkeypatch.setattr("h3_runtime.render.place", stopped)
     command = ["render", "--model", str(model), "--prompt", "", "--out", str(tmp_path / "o.mp4")]
     assert cli.main(command) == 130
-    assert "with --resume goes on" in capsys.readouterr().out
+    assert "the same command goes on" in capsys.readouterr().out
     assert cli.main([*command, "--no-recovery"]) == 130
     assert capsys.readouterr().out == "stopped: nothing half-written was left\n"
 

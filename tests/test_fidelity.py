@@ -21,7 +21,7 @@ from h3_runtime.memory.streaming import DiTLayers
 from h3_runtime.model import Caches, Models
 from h3_runtime.models import attention, dit
 from h3_runtime.models.attention import ChunkSizes
-from h3_runtime.references import encode_pixels
+from h3_runtime.references import Encoder, PixelEncoder
 from h3_runtime.render import beyond_the_reference, condition_text, label
 from h3_runtime.request import Media, RenderRequest
 from h3_runtime.sampler import sample
@@ -178,7 +178,8 @@ def condition_means(model, monkeypatch):
     shown = [Shown("picture", "p", (noise(1, 70, 90, 3).abs() * 80).clamp(0, 255).to(torch.uint8).numpy())]
     ours, theirs = (present_shown(shown, recipe)[1][0].patches for recipe in ("reference", "comfy"))
     assert ours.shape != theirs.shape or not torch.equal(ours, theirs)
-    return not torch.equal(*(encode_pixels(pixels, model.video_vae, recipe) for recipe in ("reference", "comfy")))
+    encode = PixelEncoder([Encoder("here", lambda: model.video_vae)])
+    return not torch.equal(*(encode(pixels, recipe) for recipe in ("reference", "comfy")))
 
 
 def encode_twice(models: Models, prompt: str = "a red ball") -> tuple:

@@ -8,15 +8,18 @@ import pytest
 import torch
 
 from h3_runtime.checkpoint.load import load_dit, load_video_vae, open_dit, open_video_vae
+from h3_runtime.checkpoint.parts import find_parts
 from h3_runtime.demo.maker import make_model
 from h3_runtime.errors import H3Error
 from h3_runtime.lora import Lora, apply, plan
 from h3_runtime.memory.placement import Placement, place_dit, place_video_vae
 from h3_runtime.memory.streaming import ResidentLayers, StreamedLayers, run_in_order
+from h3_runtime.model import Loading, Models
 from h3_runtime.pressure import sample_under_pressure
 from h3_runtime.recovery import RecoveryFolder
 from h3_runtime.sampler import sample
 from h3_runtime.selftest import tiny_job
+from h3_runtime.text.encoder import TextEncoder
 
 from .small_jobs import same
 
@@ -119,6 +122,33 @@ def test_bad_placements_are_one_sentence():
     for make in (lambda: Placement("cloud"), lambda: Placement("ram", -1), lambda: Placement("ram", 0, 0)):
         with pytest.raises(H3Error, match="placement"):
             make()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (Placement("ram", resident=5), "5 layers shall stay on the device and the model has 4: give 0 to 4"),
+        (Placement("disk", ahead=5), "5 layers shall be copied ahead and the model has 4: give 1 to 4"),
+    ],
+)
+def test_more_layers_than_there_are_is_one_sentence(folder, given, said):
+    with pytest.raises(H3Error, match=said):
+        place_dit(open_dit(folder / "dit.safetensors"), given, CPU)
+    Placement("ram", resident=4, ahead=4).check(4)
+    Placement("ram", ahead=2).check(1)
+    with pytest.raises(H3Error, match="placement resident keeps all layers, not 1"):
+        Placement("resident", 1)
+
+
+def test_every_part_refuses_more_layers_than_it_has(folder):
+    """The DiT before any weights are read; VAE and text encoder where they are placed."""
+    models = Models(find_parts(folder), loading=Loading(placement=Placement("ram", resident=99)))
+    with pytest.raises(H3Error, match=r"99 layers .* the DiT has 4"):
+        models.check("t2va")
+    with pytest.raises(H3Error, match="99 layers"):
+        place_video_vae(open_video_vae(folder / "video_vae.safetensors"), Placement("ram", 99), CPU)
+    with pytest.raises(H3Error, match="99 layers"):
+        TextEncoder.load(find_parts(folder).text_encoder, placement=Placement("disk", 99))
 
 
 def test_the_ladder_ends():

@@ -76,7 +76,7 @@ from .fake_card import (
     tags_of,
 )
 from .small_jobs import job, picture, small_dit, sound, text
-from .test_streaming import makespan
+from .test_streaming import makespan, mixed_makespan
 
 NARROW = DiTConfig(
     hidden=1536,
@@ -509,12 +509,13 @@ def test_accelerators_count():
 
 @pytest.mark.parametrize(("copy", "compute"), [(3.0, 1.0), (1.0, 3.0), (2.0, 2.0)])
 def test_a_pass_lasts_as_long_as_the_schedule_says(copy, compute):
-    """The streamer itself on a virtual clock: all streamed over many passes, and behind resident layers in one."""
+    """The streamer itself on a virtual clock over many passes: all streamed, and behind resident layers."""
     layers = 6
     passes = [makespan([copy] * layers, [compute] * layers, 1, passes=count) for count in (2, 3)]
     assert pass_seconds([copy] * layers, [compute] * layers, 1) == passes[1] - passes[0]
     mixed = pass_seconds([0.0, 0.0, *[copy] * layers], [compute] * (layers + 2), 1)
-    assert mixed == 2 * compute + makespan([copy] * layers, [compute] * layers, 1)
+    passes = [mixed_makespan(2, [copy] * layers, [compute] * (layers + 2), 1, passes=count) for count in (2, 3)]
+    assert mixed == passes[1] - passes[0]
     assert pass_seconds([0.0] * layers, [compute] * layers, 1) == layers * compute
 
 
@@ -545,12 +546,26 @@ def test_the_command_plans_from_sizes(capsys):
         (["--weights", "none.safetensors"], "is no file: give bf16, int8, fp32"),
         (["--mask-levels", "1"], "give 2 to 257"),
         (["--guide", "400"], "the clip has frames 0 to 123"),
+        (["--guide", "3+0"], "FRAME or FRAME+FRAMES"),
+        (["--ref-image", "64x64"] * 10, "10 image references were given: at most 9"),
+        (["--ref-audio", "2"], "a sound cannot be the only reference"),
+        (["--ref-video", "100x100@0"], "give more than 0"),
+        (["--ram", "nan"], "--ram is nan: give gibibytes"),
+        (["--frames", "0"], "frames is 0"),
         (["--steps", "0"], "steps (forwards)"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_read(given, said, capsys):
     assert main(["plan", "--ram", "32", *given]) == 2
     assert said in capsys.readouterr().out
+
+
+def test_the_command_says_what_it_cuts(capsys):
+    given = ["--guide", "120+500", "--guide", "3+6", "--ref-image", "64x64", "--ref-audio", "60", "--guide", "4+22"]
+    assert main(["plan", "--vram", "24", "--ram", "64", *given]) == 0
+    said = capsys.readouterr().out
+    assert "--guide 120+500: 1 of the 500 frames" in said and "--guide 3+6: 5 of the 6 frames" in said
+    assert "--ref-audio 60 is cut to the clip's 5.2 s" in said and "4+22" not in said
 
 
 def test_a_request_is_planned_on_a_model_folder(model, capsys):

@@ -294,11 +294,11 @@ def test_a_killed_render_is_taken_up_and_a_lost_clip_decoded(capsys, model, tmp_
     assert not list(tmp_path.glob("*.partial"))
     status, listed, _ = run(capsys, "recover", "--recovery", states)
     assert status == 0 and len(listed["results"]) == 1
-    rows, words = small(capsys, model, tmp_path / "a.mp4", "--recovery", states, "--resume", steps=6)
+    rows, words = small(capsys, model, tmp_path / "a.mp4", "--recovery", states, steps=6)
     assert rows["latent"] == whole["latent"]
     assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "whole.mp4").read_bytes()
     assert "taken up after forward" in words and rows["dit_calls"] < 6
-    assert not list(states.glob("*.h3-state.safetensors"))
+    assert not list(states.iterdir())
 
     from h3_runtime.models.video_vae import VideoVAE
 
@@ -315,3 +315,33 @@ def test_a_killed_render_is_taken_up_and_a_lost_clip_decoded(capsys, model, tmp_
     status, _, words = run(capsys, "recover", lost, "--model", model, "--out", tmp_path / "c.mp4")
     assert status == 0, words
     assert (read_clip(tmp_path / "c.mp4").frames == read_clip(tmp_path / "whole.mp4").frames).all()
+
+
+def test_the_same_job_is_taken_up_unless_it_shall_start_over(capsys, model, tmp_path, monkeypatch):
+    from h3_runtime.models.video_vae import VideoVAE
+
+    states = ("--recovery", tmp_path / "states")
+    rows, words = small(capsys, model, tmp_path / "a.mp4", *states, "--resume")
+    assert "no earlier run of exactly this job has left a state" in words and rows["dit_calls"] == 2
+    assert not list((tmp_path / "states").iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(VideoVAE, "decode_chunks", lambda *given, **options: iter([torch.full((1, 3, 5, 64, 96), 1e999)]))
+        assert render(capsys, model, tmp_path / "b.mp4", "--size", SIZE, "--frames", FRAMES, *states)[0] == 2
+    (lost,) = (tmp_path / "states").iterdir()
+    kept = lost.read_bytes()
+
+    rows, words = small(capsys, model, tmp_path / "b.mp4", *states)
+    assert rows["dit_calls"] == 0 and words.count("taken up after forward 2 of 2") == 2  # at once, and in the notes
+    assert (tmp_path / "b.mp4").read_bytes() == (tmp_path / "a.mp4").read_bytes()
+    lost.write_bytes(kept)
+    rows, words = small(capsys, model, tmp_path / "b.mp4", *states, "--fresh")
+    assert rows["dit_calls"] == 2 and "forward 2 of 2, saved by an earlier run, was dropped" in words
+    lost.write_bytes(kept[:-9])
+    rows, words = small(capsys, model, tmp_path / "b.mp4", *states)
+    assert rows["dit_calls"] == 2 and "is damaged" in words
+    assert not lost.exists()
+
+
+def test_a_run_that_stops_early_leaves_its_state_in_its_own_file_only(capsys, model, tmp_path):
+    small(capsys, model, tmp_path / "a.mp4", "--recovery", tmp_path / "states", "--stop", 1)
+    assert (tmp_path / "a.latent.safetensors").is_file() and not list((tmp_path / "states").iterdir())

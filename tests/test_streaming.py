@@ -168,13 +168,13 @@ def test_layer_major_work_keeps_a_layer_until_the_next_is_asked_for():
 class VirtualMover:
     """A machine with one copy engine and one compute engine, in made-up seconds; the host issues at no cost."""
 
-    def __init__(self, copy_seconds: list[float], slots: int, serial: bool = False):
-        self.copy_seconds, self.serial = copy_seconds, serial
+    def __init__(self, copy_seconds: list[float], slots: int, serial: bool = False, waiting_host: bool = False):
+        self.copy_seconds, self.serial, self.waiting_host = copy_seconds, serial, waiting_host
         self.copy_end = self.now = 0.0
         self.holds: list[int | None] = [None] * slots
 
     def copy(self, layer, slot, after):
-        begin = max(self.copy_end, after or 0.0, self.now if self.serial else 0.0)
+        begin = max(self.copy_end, after or 0.0, self.now if self.serial or self.waiting_host else 0.0)
         self.copy_end = begin + self.copy_seconds[layer]
         if self.serial:
             self.now = self.copy_end
@@ -203,6 +203,21 @@ def makespan(copies: list[float], computes: list[float], ahead: int, passes: int
         for layer, seconds in enumerate(computes):
             with stream.use(layer):
                 mover.now += seconds
+    return mover.now
+
+
+def mixed_makespan(
+    resident: int, copies: list[float], computes: list[float], ahead: int, passes: int = 1, waiting_host: bool = False
+) -> float:
+    """Passes over ``resident`` layers that stay and then streamed ones, as the sampler announces them."""
+    mover = VirtualMover(copies, ahead + 1, waiting_host=waiting_host)
+    layers = StreamedLayers([None] * len(computes), resident, mover, ahead)
+    for turn in range(passes):
+        layers.announce(0, len(computes), 0 if turn < passes - 1 else None)
+        for layer, seconds in enumerate(computes):
+            with layers.use(layer):
+                mover.now += seconds
+    assert layers.stream.copies == passes * len(copies)
     return mover.now
 
 
@@ -239,6 +254,26 @@ def test_makespan_is_the_closed_form(name, ahead):
 def test_passes_follow_each_other_without_a_gap():
     copies, computes = [1.0] * 5, [2.0] * 5
     assert makespan(copies, computes, 1, passes=3) == closed_form(copies * 3, computes * 3, 1) == 31.0
+
+
+@pytest.mark.parametrize(
+    ("copy_seconds", "expected"),
+    [
+        (4.0, [7.0, 14.0, 21.0]),  # hidden behind the resident layers of each pass
+        (9.0, [10.0, 20.0, 30.0]),  # longer than they: the copy is all there is to wait for, and the compute after it
+        (6.0, [7.0, 14.0, 21.0]),
+    ],
+)
+def test_the_first_streamed_layer_is_copied_while_resident_ones_compute(copy_seconds, expected):
+    """Two resident layers of 3 s, one streamed of 1 s; a host that waits for each computation issues no copy early."""
+    for passes, whole in enumerate(expected, start=1):
+        assert mixed_makespan(2, [copy_seconds], [3.0, 3.0, 1.0], 1, passes, waiting_host=True) == pytest.approx(whole)
+
+
+def test_the_first_streamed_layer_of_the_next_pass_is_copied_during_this_ones_end():
+    """One resident layer, two streamed of 4 s: the second pass finds its first copy under way since 8 s."""
+    spent = [mixed_makespan(1, [4.0, 4.0], [1.0, 1.0, 1.0], 1, passes, waiting_host=True) for passes in (1, 2)]
+    assert spent == [9.0, 17.0]
 
 
 def test_a_schedule_that_serialises_is_seen():

@@ -28,6 +28,7 @@ from .quantised import GGUF, StoredLayer
 from .reader import listed
 
 IN_TILES = ("nvfp4", "mxfp8")  # formats whose scales stand in tiles of many rows
+STORED_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 VAE_BLOCK = "decoder.transformer_blocks.*"
 BLOCK_LINEARS = {
@@ -118,6 +119,26 @@ class Pieces:
         """(our name, piece) for everything under ``prefix``, one at a time."""
         for name in self.names(prefix):
             yield name, self.piece(name, device)
+
+    def transforms(self, prefixes: Sequence[str] = ("",), skip: str = "") -> dict[str, str]:
+        """What makes bytes in memory other than those in the file, for the pieces under ``prefixes`` but those under
+        ``skip`` there: kind -> sentence. Kinds: reorder, cast, and the methods of online quantisation."""
+
+        def meant(name: str) -> bool:
+            return name.startswith(tuple(prefixes)) and not (skip and f".{skip}" in name)
+
+        checkpoint, found = self.checkpoint, {}
+        names = [name for name in checkpoint.recipes if meant(name)]
+        if any(checkpoint.recipes[name].combine for name in names):
+            found["reorder"] = f"rows of the {checkpoint.format.name} layout are put in our order"
+        for method in dict.fromkeys(method for name, method in self.online.items() if meant(name)):
+            found[method] = f"linears are quantised ({method})"
+        quantised = {f"{layer}.weight" for layer in checkpoint.layers}
+        for name in names:
+            dtype = self.dtypes[name]
+            if name not in quantised and STORED_TYPES.get(checkpoint.stored_as(name), dtype) != dtype:
+                found["cast"] = f"weights are cast to {str(dtype).removeprefix('torch.')}"
+        return found
 
     def piece(self, name: str, device: str | torch.device = "cpu") -> Tensor | nn.Module:
         """One piece by a name that ``names`` gives."""

@@ -1,7 +1,7 @@
 """A safetensors file written tensor by tensor, and seen under its name only when it is whole.
 
-    entries: name -> (dtype word, shape)  ─▶ header ─▶ OUT.tmp
-    tensors, one at a time, in that order ─▶ payload ─▶ OUT.tmp ─sync, rename─▶ OUT
+    entries: name -> (dtype word, shape)  ─▶ header ─▶ .OUT.x.part
+    tensors, one at a time, in that order ─▶ payload ─▶ .OUT.x.part ─sync, rename─▶ OUT
 
 Host memory holds one tensor. A write that fails or is stopped leaves nothing behind.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..unfinished import part_path
 from .reader import DTYPES
 
 WORDS = {getattr(torch, name): word for word, (_, name) in DTYPES.items() if name and hasattr(torch, name)}
@@ -34,7 +35,7 @@ def write_safetensors(
     dtype and shape. CheckpointError when the place cannot be written; the old file stays until the new one is whole."""
     path = Path(path)
     header, total = _header(entries, metadata)
-    partial = path.with_name(path.name + ".tmp")
+    partial = part_path(path)
     try:
         with open(partial, "wb") as file:
             file.write(header)

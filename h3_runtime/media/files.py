@@ -2,14 +2,13 @@
 
 path --existing--> a file with bytes in it --open_picture--> Pillow     --kind_of--> "image"
                                            --open_media----> PyAV                    "video" | "audio"
-path --check_output_path--> checked before the work --part_path--> temp beside it --publish--> the file, at once
+path --check_output_path--> checked before the work --unfinished.part_path--> temp beside it --publish--> the file
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,11 +70,6 @@ def check_output_path(path: str | os.PathLike, suffixes: tuple[str, ...] = (".mp
     if not os.access(path.parent, os.W_OK):
         raise H3Error(f"{path.parent} cannot be written to: choose another folder or change its rights")
     return path
-
-
-def part_path(path: Path) -> Path:
-    """A free temporary name beside ``path``, with its ending."""
-    return path.with_name(f".{path.stem[:40]}.{secrets.token_hex(6)}.part{path.suffix}")
 
 
 def publish(part: Path, path: Path) -> Path:

@@ -16,7 +16,8 @@ import torch
 from PIL import Image, ImageOps
 
 from ..errors import H3Error, NonFiniteError
-from .files import PICTURE_SUFFIXES, check_output_path, existing, open_picture, part_path, publish
+from ..unfinished import part_path
+from .files import PICTURE_SUFFIXES, check_output_path, existing, open_picture, publish
 
 SAVE_OPTIONS = {
     ".jpg": {"quality": 95, "subsampling": 0},
@@ -60,7 +61,7 @@ def write_image(path: str | os.PathLike, pixels: np.ndarray | torch.Tensor) -> P
     pixels = to_uint8(pixels)
     if pixels.ndim != 3 or pixels.shape[2] != 3:
         raise H3Error(f"picture has shape {list(pixels.shape)}: give [height, width, 3]")
-    part = part_path(path)
+    part = part_path(path, path.suffix)
     try:
         Image.fromarray(pixels).save(part, **SAVE_OPTIONS.get(path.suffix.lower(), {}))
         return publish(part, path)

@@ -1,6 +1,6 @@
 """Writing mp4: H.264 at 24 fps with AAC stereo at 32 kHz.
 
-    write(frames), write(frames), ...    encoded at once into  .clip.xxxx.part.mp4   (picture only)
+    write(frames), write(frames), ...    encoded at once into  .clip.mp4.xxxx.part.mp4   (picture only)
     set_audio(sound), set_metadata(tags) at any time before the end
     leaving the ``with`` block           picture packets copied + sound encoded -> second temp -> renamed to clip.mp4
     an exception, Ctrl-C                 both temps removed, whatever stood under that name stays
@@ -23,7 +23,8 @@ import torch
 
 from ..errors import H3Error
 from ..geometry import AUDIO_CHANNELS, FPS, SAMPLE_RATE, audio_samples
-from .files import check_fps, check_output_path, part_path, publish
+from ..unfinished import part_path, sweep
+from .files import check_fps, check_output_path, publish
 from .pictures import to_uint8
 from .sound import fit_audio
 
@@ -94,6 +95,7 @@ class Mp4Writer:
         self._container = None
 
     def __enter__(self) -> Mp4Writer:
+        self.notes = tuple(sweep(self.path))
         part = self._new_part()
         try:
             self._container = av.open(str(part), "w", format="mp4")
@@ -156,7 +158,7 @@ class Mp4Writer:
         self._metadata = {**self._metadata, **metadata}
 
     def _new_part(self) -> Path:
-        self._parts.append(part_path(self.path))
+        self._parts.append(part_path(self.path, self.path.suffix))
         return self._parts[-1]
 
     def _picture_stream(self) -> av.VideoStream:
@@ -208,7 +210,7 @@ class Mp4Writer:
         target = publish(whole, self.path)
         if target != self.path:
             notes = (*notes, f"{self.path.name} is open in another program: saved as {target.name}")
-        self.path, self.notes = target, notes
+        self.path, self.notes = target, (*self.notes, *notes)
 
     def _join(self, sound: torch.Tensor | None) -> Path:
         """Copy the coded picture into a second temp file, with the sound coded beside it and the tags in front."""

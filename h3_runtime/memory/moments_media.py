@@ -2,7 +2,7 @@
 
 text     vision tower ─▶ language layers, one pass           the layer's feed-forward is the peak
 encode   clips of 17 frames in tiles of 256 px               the first level of the CNN is the peak
-decode   clips of 7 latents, tile by tile or layer by layer  the finished canvas and its finite check, or a tile
+decode   clips of 7 latents, tile by tile or layer by layer  the finished canvas, or a tile
 sound    one ear at a time                                   the widest convolution's three or eight tensors
 """
 
@@ -23,7 +23,6 @@ from ..text.vision import MERGE, PATCH_VALUES
 from .moments import FLOAT32, Moment
 from .weights import AudioVAEWeights, TextWeights, VideoVAEWeights
 
-BOOL = 1
 COLOURS = 3
 
 
@@ -148,10 +147,9 @@ def decode_moments(weights: VideoVAEWeights, latent: tuple[int, int, int], resid
     )
     patch = COLOURS * FRAMES_PER_LATENT * PIXELS_PER_LATENT**2
     pixels = tile * patch * FLOAT32
-    # 21 MiB of pixels of the last tile are alive while the canvas is checked: |x|, and three comparisons
-    check = canvas * (2 * FLOAT32 + 3 * BOOL) + pixels
+    finished = canvas * FLOAT32 + pixels  # the last tile's are alive until the canvas is whole
     seams = COLOURS * shown * PIXELS_PER_LATENT**2 * (width * max(plan.rows.overlaps, default=0)) * FLOAT32
-    moments = [Moment("finished clip", (*held, ("canvas and its check", check)))]
+    moments = [Moment("finished clip", (*held, ("canvas and last tile", finished)))]
     growing = (("canvas", canvas * FLOAT32), ("seams", seams))
     if resident:
         moments.append(

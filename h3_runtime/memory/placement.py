@@ -3,7 +3,8 @@
     OpenedPart (module on meta, pieces) + Placement(resident, rung, ahead)
         ├─ everything outside the layers, and the first ``resident`` layers ─▶ device
         └─ the other layers ─▶ ram:  built once (transformed, quantised, with their LoRA factors) into flat buffers
-                             └▶ disk: read, and transformed where bytes differ, into the ring each time
+                             └▶ disk: read, and transformed where bytes differ, into the ring each time;
+                                      or transformed once into a converted file (``converted``) and read as it is
     AdaLN projections are layers of their own: needed once a render, never resident.
     The refiner runs once, before the loop: where blocks are streamed it has a ring for as long as it runs.
 
@@ -23,9 +24,11 @@ from torch import Tensor, nn
 
 from ..checkpoint.load import OpenedPart, settle_rope
 from ..checkpoint.pieces import Pieces, assign
+from ..checkpoint.reader import fingerprint
 from ..errors import H3Error
 from ..models.dit import DiT
 from ..models.video_vae import VideoVAE
+from .converted import converted_store, layers_key
 from .streaming import (
     CudaMover,
     DiskStore,
@@ -49,13 +52,15 @@ DECODER_LAYERS = "decoder.transformer_blocks."
 class Placement:
     """``rung``: resident, ram or disk; on the latter two the first ``resident`` layers stay on the device, the rest
     come through a ring that copies ``ahead`` layers in advance. ``adaln``: where the AdaLN projections come from, which
-    are read once a render. ``pin``: page-locked host memory, where it helps."""
+    are read once a render. ``pin``: page-locked host memory, where it helps. ``converted``: a folder for transformed
+    weights of the disk rung, "" to transform them at each read."""
 
     rung: str = "resident"
     resident: int = 0
     ahead: int = 1
     adaln: str = "disk"
     pin: bool = True
+    converted: str = ""
 
     def __post_init__(self):
         for rung in (self.rung, self.adaln):
@@ -63,6 +68,20 @@ class Placement:
                 raise H3Error(f"placement {rung!r}: give one of {', '.join(RUNGS)}")
         if self.resident < 0 or self.ahead < 1:
             raise H3Error(f"placement keeps {self.resident} layers and copies {self.ahead} ahead: give 0.., 1..")
+        if self.rung == "resident" and self.resident:
+            raise H3Error(f"placement resident keeps all layers, not {self.resident}: give ram or disk with a number")
+
+    def check(self, layers: int, what: str = "model") -> None:
+        """H3Error where this keeps, or copies ahead, more layers than ``what`` has."""
+        if self.rung == "resident":
+            return
+        if self.resident > layers:
+            raise H3Error(
+                f"{self.resident} layers shall stay on the device and the {what} has {layers}: give 0 to {layers}, or "
+                "place it resident"
+            )
+        if self.ahead > max(2, layers):  # two slots in advance are harmless for any
+            raise H3Error(f"{self.ahead} layers shall be copied ahead and the {what} has {layers}: give 1 to {layers}")
 
     def lower(self) -> Placement | None:
         """One rung down, for a device that ran out of memory; None at the bottom."""
@@ -77,6 +96,11 @@ class Placement:
             return "resident"
         kept = f"{self.resident} layers resident, the rest " if self.resident else ""
         return f"{kept}streamed from {self.rung}, {self.ahead} ahead"
+
+    @property
+    def converts(self) -> bool:
+        """Whether a converted file is used, where there is something to convert."""
+        return self.rung == "disk" and bool(self.converted)
 
 
 def place_dit(
@@ -147,6 +171,19 @@ def place_video_vae(
     return vae, place_layers(opened.pieces, modules, prefixes, placement, device)
 
 
+def place_video_encoder(opened: OpenedPart, device: torch.device) -> VideoVAE:
+    """The video VAE for encoding: its decoder's layers, 9 of 10 bytes, are never read and stay on meta.
+
+    There is no ring for the encoder: its largest two layers are more than half of it, and weigh less than the
+    activations of one tile.
+    """
+    vae: VideoVAE = opened.module
+    for name in opened.pieces.names():
+        if not name.startswith(DECODER_LAYERS):
+            _put(vae, name, opened.pieces.piece(name, device))
+    return vae
+
+
 def place_layers(
     pieces: Pieces,
     modules: Sequence[nn.Module],
@@ -163,7 +200,7 @@ def place_layers(
     if store is None:
         return ResidentLayers(modules)
     mover = make_ring(store, len(modules) - count, placement, device)
-    return StreamedLayers(modules, count, mover, placement.ahead)
+    return StreamedLayers(modules, count, mover, placement.ahead, getattr(store, "notes", ()))
 
 
 def store_layers(
@@ -178,11 +215,18 @@ def store_layers(
 
     No ring is made: its memory belongs to whoever runs the layers, for as long as they run.
     """
-    count = len(modules) if placement.rung == "resident" else min(placement.resident, len(modules))
+    placement.check(len(modules))
+    count = len(modules) if placement.rung == "resident" else placement.resident
+    store = None
+    if placement.converts and count < len(modules) and pieces.transforms(prefixes, skip):
+        # the file holds all layers, so that it serves whatever number stays on the device
+        every = [*map(copy.deepcopy, modules[:count]), *modules[count:]]
+        source = _LayerSource(pieces, every, prefixes, skip)
+        store = converted_store(placement.converted, source.key(), source.layouts, source.read, count)
     for module, prefix in zip(modules[:count], prefixes):
         fill_layer(pieces, module, prefix, skip, device)
-    if count == len(modules):
-        return count, None
+    if count == len(modules) or store is not None:
+        return count, store
     source = _LayerSource(pieces, modules[count:], prefixes[count:], skip)
     if placement.rung == "ram":
         return count, RamStore(source.layouts, source.read, pin=placement.pin and device.type == "cuda")
@@ -276,6 +320,13 @@ class _LayerSource:
             how = layer.title if layer is not None else pieces.online.get(name, "")
             made.append((name[len(prefix) :], how))
         return tuple(made)
+
+    def key(self) -> str:
+        """Names the bytes that ``read`` gives."""
+        pieces = self.pieces
+        how = [[self.prefixes[index], self._signature(index)] for index in range(len(self.prefixes))]
+        files = pieces.checkpoint.source.files
+        return layers_key(fingerprint(files), [str(pieces.compute), self.skip, how], self.layouts, self.extras)
 
     def _take_shape(self, module: nn.Module, like: nn.Module) -> None:
         """The quantised linears of ``like`` (on meta) into ``module``, whose pieces are stored alike."""

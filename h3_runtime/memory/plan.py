@@ -54,6 +54,7 @@ PROCESS_BYTES = 2 * GIB  # Python, PyTorch, the driver's host side
 CPU_PROCESS_BYTES = GIB
 STEPS_ALIKE = 1.01  # placements whose steps are this close count as equally fast
 MANY_ROWS = 150_000
+SHARE_TOLD = 0.1  # of the rows, that conditions must have before leaving some out is advised
 
 
 def reserve(peak: int) -> int:
@@ -84,25 +85,25 @@ class Times(NamedTuple):
 def pass_seconds(copies: Sequence[float], computes: Sequence[float], ahead: int) -> float:
     """One pass of many over layers that are copied up to ``ahead`` in advance: ``streaming.LayerStream``'s schedule.
 
-    Layers that stay have a copy of 0 and come first. Copy i begins when copy i - 1 is done and its slot is free, that
-    is when layer i - ahead - 1 has computed. Where all are streamed the next pass's first copies run during this one's
-    end; after resident layers the stream starts when the first streamed layer is asked for.
+    Layers that stay have a copy of 0. Copy i begins when copy i - 1 is done and its slot is free, that is when streamed
+    layer i - ahead - 1 has computed; so the next pass's first copies run during this one's end, and while resident
+    layers compute.
     """
-    streamed = next((index for index, copy in enumerate(copies) if copy), len(copies))
-    if streamed:
-        return sum(computes[:streamed]) + _streamed_end(copies[streamed:], computes[streamed:], ahead)
     ends = [_streamed_end(list(copies) * passes, list(computes) * passes, ahead) for passes in (2, 3)]
     return ends[1] - ends[0]
 
 
 def _streamed_end(copies: Sequence[float], computes: Sequence[float], ahead: int) -> float:
     """When the last of these layers has computed, the first copy beginning at 0."""
-    copied, computed = 0.0, [0.0]
-    for index, (copy, compute) in enumerate(zip(copies, computes)):
-        begin = max(copied, computed[index - ahead] if index > ahead else 0.0)  # computed[0] is the start
-        copied = begin + copy
-        computed.append(max(copied, computed[-1]) + compute)
-    return computed[-1]
+    copied, now, computed = 0.0, 0.0, []  # computed: of the streamed layers
+    for copy, compute in zip(copies, computes):
+        if not copy:
+            now += compute
+            continue
+        copied = max(copied, computed[-ahead - 1] if len(computed) > ahead else 0.0) + copy
+        now = max(copied, now) + compute
+        computed.append(now)
+    return now
 
 
 # ---- denoise
@@ -205,7 +206,7 @@ def _way(load: DiTLoad, work: Moment, place: tuple[str, int, int, str], machine:
         store = adaln_store = 0  # slots are the ring itself
     again = 0 if load.counts.before_loop else weights.adaln
     moved = sum(streamed) + again * len(blocks)
-    placement = Placement(rung, 0 if rung == "resident" else kept, ahead, adaln, pinned)
+    placement = Placement(rung, 0 if rung == "resident" else kept, ahead, adaln, pinned, host.converted)
     return _Denoise(
         load,
         placement,
@@ -227,7 +228,10 @@ def _denoise_times(load: DiTLoad, placement: Placement, kept: int, again: int, m
     over_bus = [((0 if i < kept else block) + again) / bus for i, block in enumerate(blocks)]
     from_disk = [0.0] * len(blocks)
     if placement.rung == "disk":
-        from_disk = [0.0 if i < kept else block / host.disk_rate for i, block in enumerate(blocks)]
+        a_byte = 1 / host.disk_rate
+        if not placement.converts:
+            a_byte += host.transform_seconds(load.weights.transforms)
+        from_disk = [0.0 if i < kept else block * a_byte for i, block in enumerate(blocks)]
     if again and placement.adaln == "disk":
         from_disk = [seconds + again / host.disk_rate for seconds in from_disk]
     copies = [max(pair) for pair in zip(over_bus, from_disk)]
@@ -287,8 +291,8 @@ def _tower_width(text: TextWeights) -> int:
 
 
 def _plan_encode(sizes: RenderSizes, weights: ModelWeights, card: Card, host: Host, held: int) -> StagePlan | None:
-    """Guides, references and the clip to edit through both VAEs; None when there are none. The decoder's layers stay
-    away where they do not fit."""
+    """Guides, references and the clip to edit through both VAEs; None when there are none. The decoder's layers are
+    not read (``placement.place_video_encoder``)."""
     vae, canvas = weights.video_vae, sizes.canvas
     clips = [(c.video, c.audio) for c in sizes.conditions]
     if sizes.has_source:
@@ -305,16 +309,11 @@ def _plan_encode(sizes: RenderSizes, weights: ModelWeights, card: Card, host: Ho
             moments += sound_encode_moments(weights.audio_vae, sound)
     work = largest(moments)
     compute = tiles * _encoder_frame_flops(weights) / card.float32_rate
-    for rung, layers in (("resident", sum(vae.layers)), ("disk", 2 * max(vae.layers))):
-        peak = work.and_also(("decoder layers, not needed here", layers))
-        used = held + max(vae.layers) + (0 if card.is_host or rung == "resident" else layers)
-        if _fits(peak.nbytes, used, card, host):
-            break
-    moved = vae.rest + weights.audio_vae.nbytes + (layers if rung == "resident" else 0)
+    moved = vae.rest + weights.audio_vae.nbytes
     from_disk = moved / host.disk_rate
     times = Times(compute, moved / card.copy_rate, from_disk, compute + from_disk)
-    kept = (len(vae.layers), len(vae.layers) if rung == "resident" else 0)
-    return _stage("encode", rung, kept, 1, (peak, used), (1, moved, times), "tiles of 256 px")
+    how = "tiles of 256 px; the decoder's layers are not read"
+    return _stage("encode", "resident", (0, 0), 0, (work, held + max(vae.layers)), (1, moved, times), how)
 
 
 def _encoder_frame_flops(weights: ModelWeights) -> float:
@@ -458,6 +457,7 @@ def plan_request(
     online = {part: Online.of(part, request.quantise, request.exclude) for part in PARTS.values()}
     dit = dit_of(open_dit(path, dtype, layout, quantise=online["dit"]))
     weights = parts_of(parts, with_loras(dit, loras), online)
+    host = host.with_transforms(dit.transforms)
     return plan(RenderSizes.of_request(request, placed), weights, card, host, accelerators)
 
 
@@ -558,12 +558,30 @@ def _paths(denoise: _Denoise, stages: Sequence[StagePlan]) -> list[str]:
     return chosen
 
 
+def _transform_note(denoise: _Denoise, host: Host) -> str:
+    """Where the transform of the blocks runs, how often, and what it costs."""
+    weights, placement = denoise.load.weights, denoise.placement
+    whole = sum(weights.block_bytes)
+    rate = host.transform_seconds(weights.transforms)
+    once = f" ({rate * whole:.0f} s)" if rate else ""
+    if placement.rung == "resident":
+        return f"once, while loading{once}"
+    if placement.rung == "ram":
+        return f"once, into RAM{once}"
+    size = f"{whole / 1e9:.1f} GB"
+    if placement.converts:
+        return f"once, into a converted file of {size} in {placement.converted}{once}, which is reused from then on"
+    each = rate * sum(weights.block_bytes[placement.resident :])
+    cost = f" ({each:.1f} s each)" if rate else ""
+    return f"at each read, in every forward{cost}; --converted DIR keeps a converted file of {size} and does it once"
+
+
 def _notes(denoise: _Denoise, sizes: RenderSizes, card: Card, host: Host) -> list[str]:
     """Sentences a person should read before the render starts."""
     weights, notes = denoise.load.weights, []
     rows = denoise.load.rows
-    if rows > MANY_ROWS:
-        share = 1 - (sizes.canvas.rows_video + sizes.canvas.rows_audio) / rows
+    share = 1 - (sizes.canvas.rows_video + sizes.canvas.rows_audio) / rows
+    if rows > MANY_ROWS and share > SHARE_TOLD:
         notes.append(
             f"{rows:,} rows: {share:.0%} of them are conditions and their text, and time grows with the square of "
             "all; shorter reference clips and fewer pictures cost less"
@@ -573,9 +591,8 @@ def _notes(denoise: _Denoise, sizes: RenderSizes, card: Card, host: Host) -> lis
         notes.append(
             f"chunks of {chunks.heads} heads and {chunks.rows} rows, smaller than canonical: EXACT MATH, not LOSSLESS"
         )
-    if weights.transform and denoise.placement.rung != "resident":
-        when = "once, into RAM" if denoise.placement.rung == "ram" else "at each read, in every forward"
-        notes.append(f"{weights.transform}: {when}")
+    if weights.transform:
+        notes.append(f"{weights.transform}: {_transform_note(denoise, host)}")
     if not denoise.load.counts.before_loop:
         notes.append(
             f"{denoise.load.counts.all_pairs:,} modulation rows are too many to keep: the AdaLN projections "

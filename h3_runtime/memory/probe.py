@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,8 +26,10 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.kept import user_cache
+from ..checkpoint.pieces import quantise_linear
 from ..errors import H3Error
 from ..models.precision import exact_float32
+from ..unfinished import part_path
 
 GIB = 1 << 30
 CGROUP = Path("/sys/fs/cgroup")
@@ -45,6 +47,7 @@ MEASURE_SECONDS = 0.25  # each of the four card figures
 RATES = ("copy", "pageable", "matmul", "float32")
 DISK_BLOCK = 32 << 20
 DISK_SECONDS = 0.5
+TRANSFORM_ROWS = 1536  # of a square weight
 
 
 # ---- host memory
@@ -53,7 +56,9 @@ DISK_SECONDS = 0.5
 @dataclass(frozen=True)
 class Host:
     """Host memory in bytes. ``available``: what may be taken now; ``limit`` names what sets it. ``pinnable``: how much
-    of it may be page-locked. ``disk_rate``: bytes a second off the weights' disk, assumed unless ``disk_measured``."""
+    of it may be page-locked. ``disk_rate``: bytes a second off the weights' disk, assumed unless ``disk_measured``.
+    ``converted``: the folder for converted weights; ``transform_rates``: bytes a second of finished weights, by kind of
+    transform (``Pieces.transforms``)."""
 
     total: int
     available: int
@@ -61,6 +66,17 @@ class Host:
     limit: str = "RAM"
     disk_rate: float = ASSUMED_DISK
     disk_measured: bool = False
+    converted: str = ""
+    transform_rates: tuple[tuple[str, float], ...] = ()
+
+    def transform_seconds(self, kinds: Sequence[str]) -> float:
+        """Seconds a byte of finished weights that these transforms take here; those never measured count nothing."""
+        rates = dict(self.transform_rates)
+        return sum(1 / rates[kind] for kind in kinds if kind in rates)
+
+    def with_transforms(self, kinds: Sequence[str], cache: Path | None = None) -> Host:
+        """The same host with the rates of these transforms."""
+        return replace(self, transform_rates=tuple(probe_transforms(kinds, cache).items())) if kinds else self
 
     def with_disk(self, path: str | os.PathLike | None, cache: Path | None = None) -> Host:
         """The same host with the rate of the disk that ``path`` lies on, where it can be told."""
@@ -366,6 +382,41 @@ def _measure_disk(file: Path, clock: Callable[[], float]) -> float:
     return read / max(spent, 1e-9)
 
 
+# ---- what is done to weights between file and device
+
+
+def probe_transforms(
+    kinds: Sequence[str], cache: Path | None = None, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Bytes of finished weights a second that each of ``kinds`` gives on this processor. Measured for a quarter of a
+    second each, once for a number of threads."""
+    rates = {}
+    for kind in kinds:
+        key = f"transform {kind} torch {torch.__version__} threads {torch.get_num_threads()}"
+        measure = partial(_measure_transform, kind, clock)
+        rates[kind] = Rates(cache).get(key, ("rate",), lambda measure=measure: {"rate": measure()})["rate"]
+    return rates
+
+
+def _measure_transform(kind: str, clock: Callable[[], float]) -> float:
+    weight = torch.randn(TRANSFORM_ROWS, TRANSFORM_ROWS).to(torch.bfloat16)
+
+    def work() -> list[torch.Tensor]:
+        if kind == "reorder":
+            return [weight.view(-1, 3, 2, TRANSFORM_ROWS).transpose(0, 1).contiguous()]
+        if kind == "cast":
+            return [weight.float().to(torch.bfloat16)]
+        made = quantise_linear(weight, None, kind, torch.bfloat16)
+        return [*made.parameters(), *made.buffers()]
+
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in work())
+    done, began = 0, clock()
+    while done == 0 or clock() - began < MEASURE_SECONDS:
+        work()
+        done += nbytes
+    return done / max(clock() - began, 1e-9)
+
+
 # ---- figures measured once
 
 
@@ -394,7 +445,7 @@ class Rates:
         return kept if isinstance(kept, dict) else {}
 
     def _write(self, kept: dict) -> None:
-        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
+        part = part_path(self.path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             part.write_text(json.dumps(kept, indent=1), encoding="utf-8")

@@ -153,8 +153,10 @@ class LayerStream:
         self.copies = 0
 
     def announce(self, layers: Sequence[int]) -> None:
-        """These layers will be used, in this order; what was announced before no longer holds."""
+        """These layers will be used, in this order; what was announced before no longer holds. Copies of the first ones
+        start at once: whatever computes before them is time to copy in."""
         self.announced = list(layers)
+        self._start_next()
 
     @contextmanager
     def use(self, layer: int) -> Iterator[dict[str, Tensor]]:
@@ -164,9 +166,7 @@ class LayerStream:
         else:
             self.announced.insert(0, layer)
         try:
-            self._forget()
-            for wanted in self.announced[: self.ahead + 1]:
-                self._start_copy(wanted)
+            self._start_next()
             slot, ticket = self.coming.pop(layer)
             self.mover.wait(ticket)
             yield self.mover.tensors(layer, slot)
@@ -176,6 +176,11 @@ class LayerStream:
             self.reset()
             raise
         del self.announced[0]
+
+    def _start_next(self) -> None:
+        self._forget()
+        for wanted in self.announced[: self.ahead + 1]:
+            self._start_copy(wanted)
 
     def _start_copy(self, layer: int) -> None:
         if layer not in self.coming:
@@ -322,6 +327,8 @@ class _ViewCache:
 class ResidentLayers:
     """Layers that stay where they compute: the interface of ``StreamedLayers`` at no cost."""
 
+    notes: tuple[str, ...] = ()
+
     def __init__(self, modules: Sequence[nn.Module]):
         self.modules = modules
 
@@ -345,19 +352,21 @@ class StreamedLayers:
 
     ``skeletons`` are the modules, the streamed ones with their tensors on the meta device; a streamed layer is run by
     ``torch.func.functional_call`` on its skeleton, so nothing is assigned and nothing is left behind. The mover's
-    store counts layers from ``resident`` on.
+    store counts layers from ``resident`` on. ``notes``: sentences about where they come from.
     """
 
-    def __init__(self, skeletons: Sequence[nn.Module], resident: int, mover: Mover, ahead: int = 1):
-        self.skeletons, self.resident = skeletons, resident
+    def __init__(
+        self, skeletons: Sequence[nn.Module], resident: int, mover: Mover, ahead: int = 1, notes: tuple[str, ...] = ()
+    ):
+        self.skeletons, self.resident, self.notes = skeletons, resident, notes
         self.stream = LayerStream(mover, ahead)
 
     def __len__(self) -> int:
         return len(self.skeletons)
 
     def announce(self, start: int, stop: int, then: int | None = None) -> None:
-        """Layers start..stop - 1 will run in order, then (if it is certain) ``then``."""
-        order = [*range(start, stop), *([] if then is None else [then])]
+        """Layers start..stop - 1 will run in order, then (if it is certain) ``then`` and those after it."""
+        order = [*range(start, stop), *([] if then is None else [max(then, self.resident)])]
         self.stream.announce([layer - self.resident for layer in order if layer >= self.resident])
 
     @contextmanager

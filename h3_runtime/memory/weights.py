@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..checkpoint.load import NUMBER_TYPES, OpenedPart, open_audio_vae, open_dit, open_video_vae
+from ..checkpoint.load import OpenedPart, open_audio_vae, open_dit, open_video_vae
 from ..checkpoint.parts import PartPaths
 from ..checkpoint.pieces import Online, Pieces
 from ..checkpoint.text_layers import TextLayers
@@ -38,6 +38,7 @@ from .streaming import ALIGNMENT
 NAMED_WEIGHTS = ("bf16", "int8", "fp32")
 INTEGER_FORMATS = ("int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8")
 FLOAT, INTEGER, DECODED = "float", "integer", "decoded"  # how a block's matmuls run
+BLOCKS = "blocks."
 BLOCK = re.compile(r"blocks\.(\d+)\.(.*)")
 ADALN = "adaln_proj."
 REFINER = re.compile(r"token_refiner\.blocks\.(\d+)\.")
@@ -65,7 +66,8 @@ class LoraWeights:
 class DiTWeights:
     """A DiT's bytes: ``blocks`` without their AdaLN projections, one such projection (``adaln``), the blocks of the
     ``refiner``, and the ``rest``. ``itemsize`` is that of the compute type, ``arithmetic`` how the blocks'
-    matmuls run, ``transform`` what is done to a block's bytes between file and device ("" for nothing)."""
+    matmuls run, ``transform`` what is done to a block's bytes between file and device ("" for nothing), ``transforms``
+    its kinds."""
 
     config: DiTConfig
     name: str
@@ -77,6 +79,7 @@ class DiTWeights:
     largest: int
     arithmetic: str = FLOAT
     transform: str = ""
+    transforms: tuple[str, ...] = ()
     lora: LoraWeights = LoraWeights()
 
     @property
@@ -155,14 +158,15 @@ def named_dit(name: str = "bf16", config: DiTConfig | None = None) -> DiTWeights
             sizes[tensor_name] = tensor.numel()
             sizes[f"{linear}.weight_scale"] = 4 * tensor.shape[0]
     arithmetic = INTEGER if name == "int8" else FLOAT
-    transform = "quantised to int8 when it is read" if name == "int8" else ""
-    return _sorted_dit(config, name, itemsize, sizes, (arithmetic, transform))
+    run = (arithmetic, "linears are quantised (int8)", ("int8",)) if name == "int8" else (arithmetic, "", ())
+    return _sorted_dit(config, name, itemsize, sizes, run)
 
 
 def dit_of(opened: OpenedPart) -> DiTWeights:
     """The DiT that ``opened`` (``open_dit``: a file, shards, a folder; quantised as it loads or not) will be."""
     pieces, config = opened.pieces, opened.module.config
-    run = (_arithmetic(pieces), _transform(pieces))
+    done = pieces.transforms((BLOCKS,), ADALN)
+    run = (_arithmetic(pieces), " and ".join(done.values()), tuple(done))
     name = Path(pieces.checkpoint.source.path).name
     return _sorted_dit(config, name, pieces.compute.itemsize, piece_bytes(pieces), run)
 
@@ -193,21 +197,6 @@ def _arithmetic(pieces: Pieces) -> str:
     return kinds.most_common(1)[0][0] if kinds else FLOAT
 
 
-def _transform(pieces: Pieces) -> str:
-    """What makes a block's bytes in memory other than those in the file."""
-    checkpoint = pieces.checkpoint
-    blocks = {name: recipe for name, recipe in checkpoint.recipes.items() if BLOCK.match(name)}
-    done = []
-    if any(recipe.combine for recipe in blocks.values()):
-        done.append(f"rows of the {checkpoint.format.name} layout are put in our order")
-    if pieces.online:
-        done.append(f"linears are quantised ({next(iter(pieces.online.values()))})")
-    stored = {checkpoint.stored_as(name) for name in blocks if name in checkpoint.plain}
-    if any(NUMBER_TYPES.get(kind, pieces.compute) != pieces.compute for kind in stored):
-        done.append(f"weights are cast to {str(pieces.compute).removeprefix('torch.')}")
-    return " and ".join(done)
-
-
 def _islands(config: DiTConfig) -> tuple[str, ...]:
     if not config.curve_points:
         return DiT.float32_islands
@@ -215,7 +204,7 @@ def _islands(config: DiTConfig) -> tuple[str, ...]:
 
 
 def _sorted_dit(
-    config: DiTConfig, name: str, itemsize: int, sizes: Mapping[str, int], run: tuple[str, str]
+    config: DiTConfig, name: str, itemsize: int, sizes: Mapping[str, int], run: tuple[str, str, tuple[str, ...]]
 ) -> DiTWeights:
     blocks: list[list[int]] = [[] for _ in range(config.layers)]
     adaln: list[list[int]] = [[] for _ in range(config.layers)]

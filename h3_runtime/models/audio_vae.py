@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, H3Error, NonFiniteError
 from ..geometry import AUDIO_CHANNELS
+from .precision import is_finite
 
 VIDEO_LATENT_CHANNELS = 24  # only to name the mistake when a video latent comes in
 UNIT_DILATIONS = (1, 3, 9)  # the three residual units of an encoder stage
@@ -524,7 +525,7 @@ class AudioVAE(nn.Module):
         waveform = waveform.to(self.latents_mean.device)
         ears = [self._encode_mono(waveform[:, ear : ear + 1]) for ear in range(AUDIO_CHANNELS)]
         latent = torch.stack(ears, dim=2)  # [1, 32, 2, T]
-        if not torch.isfinite(latent).all():
+        if not is_finite(latent):
             raise NonFiniteError(
                 "the audio VAE turned a finite sound into NaN or infinity: its weights are damaged, load them again"
             )
@@ -544,7 +545,7 @@ class AudioVAE(nn.Module):
         ears = []
         for ear in range(AUDIO_CHANNELS):
             sound = self._decode_mono(latent[:, :, ear])  # [1, 1, 800 T]
-            if not torch.isfinite(sound).all():
+            if not is_finite(sound):
                 raise NonFiniteError(
                     "the audio VAE decoded a finite latent to NaN or infinity: the latent is far out of range "
                     f"(largest value {latent.abs().max().item():.3g}) or the weights are damaged; render it again"

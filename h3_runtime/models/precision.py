@@ -63,3 +63,11 @@ def _owner(path: str):
     for part in path.split("."):
         owner = getattr(owner, part)
     return owner
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinity, without a second tensor of their size: both ends tell, and NaN spreads."""
+    if not values.numel():
+        return True
+    low, high = torch.aminmax(values.detach())
+    return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -22,6 +22,7 @@ from torch import nn
 
 from ..errors import CheckpointError, H3Error, NonFiniteError
 from ..geometry import CLIP_FRAMES, PIXELS_PER_LATENT, pixel_frames
+from .precision import is_finite
 from .video_tiles import (
     DROPPED_LATENTS,
     FRAMES_PER_LATENT,
@@ -523,7 +524,7 @@ class VideoVAE(nn.Module):
         result = torch.cat(moments, dim=2)  # [1, 48, T, h, w]
         if frames > 1:
             result = result[:, :, :-DROPPED_LATENTS]
-        if not torch.isfinite(result).all():
+        if not is_finite(result):
             raise NonFiniteError("the video VAE encoded to NaN or infinity: check the pixels and the VAE file")
         return result.chunk(2, dim=1)
 
@@ -598,7 +599,7 @@ class VideoVAE(nn.Module):
         for pixels in self.decoder(tiles, layers):  # [1, 3, 4t, 16h', 16w']
             stitcher.add(torch.cat([pixels[:, :, part] for part in parts], dim=2))
         canvas = stitcher.finish()
-        if not torch.isfinite(canvas).all():
+        if not is_finite(canvas):
             raise NonFiniteError("the video VAE decoded to NaN or infinity: check the VAE file and its precision")
         return canvas
 
@@ -625,7 +626,7 @@ class VideoVAE(nn.Module):
             raise H3Error(f"the video latent is {shape}: give one clip [1, {channels}, frames, height, width]")
         if not latent.is_floating_point():
             raise H3Error(f"the video latent is {latent.dtype}: give floats")
-        if not torch.isfinite(latent).all():
+        if not is_finite(latent):
             raise NonFiniteError("the video latent holds NaN or infinity: it cannot be decoded, render it again")
 
 
