@@ -184,6 +184,9 @@ def _add_render(commands) -> argparse.ArgumentParser:
     run.add_argument("--state", metavar="FILE", help="saved state to go on from")
     run.add_argument("--video-shift", type=float, help="sigma shift of the picture, default 12")
     run.add_argument("--audio-shift", type=float, help="sigma shift of the sound, default 3")
+    run.add_argument(
+        "--tile-batch", type=int, metavar="N", help="tiles decoded at once (default 1): EXACT MATH, more VRAM"
+    )
     out = command.add_argument_group("output")
     out.add_argument("--out", required=True, metavar="FILE.mp4")
     out.add_argument(
@@ -256,7 +259,7 @@ class _AddReference(argparse.Action):
 RENDER_INPUTS = (
     "prompt", "size", "ratio", "megapixels", "frames", "first_frame", "last_frame", "references", "recipe", "embeds",
     "guide", "lora", "quantise", "exclude", "source", "mask", "audio_mask", "audio_feather",
-    "denoise", "steps", "seed", "start", "stop", "state", "video_shift", "audio_shift",
+    "denoise", "steps", "seed", "start", "stop", "state", "video_shift", "audio_shift", "tile_batch",
 )  # fmt: skip
 
 
@@ -428,6 +431,7 @@ def request_of(arguments):
         loras=loras_of(arguments),
         quantise=arguments.quantise,
         exclude=tuple(arguments.exclude),
+        tile_batch=default(arguments.tile_batch, 1),
     )
 
 

@@ -174,6 +174,9 @@ register("encoder/file-approximate", _APPROXIMATE, "the text encoder file itself
 register("video-vae/float32", _LOSSLESS, "float32 weights and compute, tiles of 256 px: the baseline")
 register("video-vae/file-approximate", _APPROXIMATE, "the video VAE file is not float32: pixels move by about 1e-3")
 register("video-vae/layer-major", _LOSSLESS, "each layer applied to every tile of a chunk in turn, at batch 1")
+register(
+    "video-vae/tile-batch", Label.EXACT_MATH, "several tiles through a layer at once: sums may come in another order"
+)
 register("video-vae/chunk-stream", _LOSSLESS, "frames leave the decoder chunk by chunk; the same blend")
 register("video-vae/other-tile", _APPROXIMATE, "the decoder was trained on 256 px tiles; others move its coordinates")
 register("audio-vae/float32", _LOSSLESS, "float32, two mono passes: the baseline")

@@ -40,6 +40,7 @@ PLAIN_FIELDS = (
     "recipe",
     "quantise",
     "exclude",
+    "tile_batch",
 )
 
 

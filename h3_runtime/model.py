@@ -250,12 +250,15 @@ class Models:
             ways.append(Encoder("on the CPU", on_cpu))
         return ways
 
-    def decoders(self) -> list[Decoder]:
+    def decoders(self, batch: int = 1) -> list[Decoder]:
         """Ways to decode the picture, the next one for when memory runs out: whole on the device, layer by layer from
         RAM (the same bits), on the CPU."""
 
         def whole(latent: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
             return self.video_vae().decode_chunks(latent.to(self.device), start=start)
+
+        def batched(latent: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
+            return self.video_vae().decode_chunks(latent.to(self.device), start=start, batch=batch)
 
         def streamed(device: str | torch.device, latent: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
             self.release("video_vae")
@@ -263,6 +266,8 @@ class Models:
             return vae.decode_chunks(latent.to(device), start=start, layers=lambda: run_in_order(layers))
 
         ways = [Decoder(f"resident on {self.device}", whole), Decoder("layer by layer", partial(streamed, self.device))]
+        if batch > 1:
+            ways.insert(0, Decoder(f"resident on {self.device}, {batch} tiles at once", batched))
         if torch.device(self.device).type != "cpu":
             ways.append(Decoder("layer by layer on the CPU", partial(streamed, "cpu")))
         return ways

@@ -445,6 +445,7 @@ class LabelFacts:
     num_forwards: int = DEFAULT_FORWARDS
     shifts: tuple[float, float] = (VIDEO_SHIFT, AUDIO_SHIFT)
     state: bool = False
+    tile_batch: int = 1
 
     def fidelity(self, beyond: Iterable[str] = ()) -> Fidelity:
         """The label. A checkpoint that is itself approximate makes every render so."""
@@ -457,6 +458,7 @@ class LabelFacts:
         names += [] if shifts else ["schedule/shifts"]
         names += ["schedule/reference"] if steps and shifts else []
         names += ["video-vae/float32", "video-vae/chunk-stream", "audio-vae/float32"]
+        names += ["video-vae/tile-batch"] if self.tile_batch > 1 else []
         names += [path for info in self.infos.values() for path in info.paths]
         names += ["resume/state"] if self.state else []
         return compose(names, beyond, "fp32 compute" if self.cast else "", reasons_of(self.infos.values()))
@@ -501,6 +503,7 @@ def label(
         job.num_forwards,
         (job.video_shift, job.audio_shift),
         job.state is not None,
+        1 if job.request is None else job.request.tile_batch,
     ).fidelity(beyond)
 
 

@@ -31,6 +31,7 @@ WORD_MASKS = ("keep", "all")
 RECIPES = ("reference", "comfy")
 REFERENCE_LIMITS = {"image": 9, "video": 3, "audio": 3}
 MAX_REFERENCES = 12
+MAX_TILE_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,7 @@ class RenderRequest:
     ``references`` stand in the user's order; ``embeds`` is a saved condition of this prompt, which spares the encoder.
     ``quantise`` names a way to quantise the DiT's block linears while loading, or parts with theirs
     (``dit=int8_convrot,text=fp8,video_vae=int8``), all but those ``exclude`` names (``text:PATTERN``).
+    ``tile_batch`` tiles of the picture are decoded at once.
     """
 
     prompt: str
@@ -299,8 +301,11 @@ class RenderRequest:
     loras: tuple[LoraRequest, ...] = ()
     quantise: str | None = None
     exclude: tuple[str, ...] = ()
+    tile_batch: int = 1
 
     def __post_init__(self):
+        if not (is_whole(self.tile_batch) and 1 <= self.tile_batch <= MAX_TILE_BATCH):
+            raise H3Error(f"tile batch {self.tile_batch!r}: give 1 (the default) to {MAX_TILE_BATCH} tiles at once")
         if not isinstance(self.prompt, str):
             raise H3Error(f"the prompt is {type(self.prompt).__name__}: give text")
         try:

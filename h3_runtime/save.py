@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from .decode import decode_audio, decode_video
+from .decode import Decoder, decode_audio, decode_video
 from .errors import H3Error, NonFiniteError
 from .geometry import Canvas
 from .job import AVLatent
@@ -125,7 +125,8 @@ def _write_video(
     result: RenderResult, models: Models, out: Path, manifest: str | None, progress: Progress | None, notes: list[str]
 ) -> Path:
     tags = {METADATA_KEY: manifest} if manifest is not None else None
-    return _decode_to(out, result.canvas, result.latent, models, tags, progress, notes)
+    ways = models.decoders(result.request.tile_batch)
+    return _decode_to(out, result.canvas, result.latent, models, tags, progress, notes, ways)
 
 
 def decode_latent(
@@ -144,6 +145,7 @@ def _decode_to(
     tags: dict[str, str] | None,
     progress: Progress | None,
     notes: list[str],
+    ways: list[Decoder] | None = None,
 ) -> Path:
     report = progress or (lambda stage, done, total: None)
     try:
@@ -153,7 +155,9 @@ def _decode_to(
         sound = None
     models.done("audio_vae")
     with Mp4Writer(out, canvas.width, canvas.height, canvas.num_frames, sound, tags) as writer:
-        notes += decode_video(models.decoders(), latent, writer, lambda done, total: report("decode", done, total))
+        notes += decode_video(
+            ways or models.decoders(), latent, writer, lambda done, total: report("decode", done, total)
+        )
     models.done("video_vae")
     notes += writer.notes
     return writer.path

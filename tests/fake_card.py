@@ -263,7 +263,9 @@ def sample_peak(sizes: RenderSizes, config: DiTConfig, placed: Placed, dtype: to
 # ---- the VAEs
 
 
-def decode_peak(config: VideoVAEConfig, latent: tuple[int, int, int], resident: bool, ahead: int = 1) -> int:
+def decode_peak(
+    config: VideoVAEConfig, latent: tuple[int, int, int], resident: bool, ahead: int = 1, batch: int = 1
+) -> int:
     """Peak of decoding [1, 24, *latent] into a sink that keeps nothing."""
     with torch.device("meta"):
         vae = VideoVAE(config).eval()
@@ -281,7 +283,7 @@ def decode_peak(config: VideoVAEConfig, latent: tuple[int, int, int], resident: 
             def write(self, frames):
                 pass
 
-        way = decode.Decoder("fake", lambda video, start: vae.decode_chunks(video, start, layers=layers))
+        way = decode.Decoder("fake", lambda video, start: vae.decode_chunks(video, start, layers=layers, batch=batch))
         decode.decode_video([way], clip, Sink())
         return live.peak["cuda"]
 

@@ -9,6 +9,7 @@ import torch
 from h3_runtime.checkpoint.load import load_video_vae
 from h3_runtime.checkpoint.parts import find_parts
 from h3_runtime.demo.maker import make_model
+from h3_runtime.encodings import Encode, LatentCache, MediaOrigin, encode_each
 from h3_runtime.errors import H3Error
 from h3_runtime.geometry import Canvas
 from h3_runtime.memory.measure import LiveBytes
@@ -81,6 +82,16 @@ def test_memory_that_runs_out_hands_over_to_the_next_way(whole, load):
     assert len(loads) == 1
     with pytest.raises(H3Error, match=r"96x64 pixels could not be encoded on cuda \(CUDA out of memory"):
         PixelEncoder([Encoder("on cuda", load)])(frames())
+
+
+def test_what_another_device_encoded_is_not_kept_for_the_first(whole):
+    cache, origin = LatentCache(), MediaOrigin.of("vae", "cpu")
+    wanted = [Encode(frames(), "sampled", lambda encode: encode(frames()))]
+    for ways, kept in (([Encoder("on cuda", out_of_memory)], 0), ([], 1)):
+        ways.append(Encoder("on the CPU", lambda: whole))
+        notes = []
+        encode_each(wanted, lambda ways=ways, notes=notes: PixelEncoder(ways, notes.append), cache, origin, notes)
+        assert (cache.look_up(origin.key(frames(), "sampled")) is not None) == kept and len(notes) == 1 - kept
 
 
 def test_a_card_has_the_cpu_to_fall_back_on(folder):

@@ -160,6 +160,18 @@ def layer_major(model, monkeypatch):
     return torch.equal(model.video_vae.decode(video), model.video_vae.decode(video, layers=lambda: iter(blocks)))
 
 
+def tile_batch(model, monkeypatch):
+    """Within float32 rounding of one tile at a time, for full and rest groups, resident and layer by layer."""
+    video, blocks = noise(1, 24, 7, 20, 18), model.video_vae.decoder.transformer_blocks
+    alone = model.video_vae.decode(video)
+    for batch in (3, 64):
+        for layers in (None, lambda: iter(blocks)):
+            found = model.video_vae.decode(video, layers=layers, batch=batch)
+            if not (found - alone).norm() <= 1e-5 * alone.norm():
+                return False
+    return True
+
+
 def sound_twice(model, monkeypatch):
     sound = noise(1, 32, 2, 9)
     return torch.equal(model.audio_vae.decode(sound), model.audio_vae.decode(sound))
@@ -308,6 +320,7 @@ PROOFS = {
     "video-vae/float32": chunk_stream,
     "video-vae/file-approximate": half_file("video_vae", "load_video_vae", lambda m: m.decode(noise(1, 24, 2, 4, 6))),
     "video-vae/layer-major": layer_major,
+    "video-vae/tile-batch": tile_batch,
     "video-vae/chunk-stream": chunk_stream,
     "video-vae/other-tile": other_tile,
     "audio-vae/float32": sound_twice,

@@ -218,6 +218,17 @@ def test_decoding_takes_what_is_predicted(latent, resident):
     assert close(found, decode_peak(TWO_LAYERS, latent, resident))
 
 
+def test_tiles_decoded_at_once_take_what_is_predicted():
+    weights, latent = named_video_vae(TWO_LAYERS), (7, 24, 40)
+    found = largest(decode_moments(weights, latent, True, 1, batch=4)).nbytes
+    assert close(found, decode_peak(TWO_LAYERS, latent, True, batch=4))
+    assert found > 1.2 * largest(decode_moments(weights, latent, True, 1)).nbytes
+    sizes = RenderSizes(Canvas.fit(124, (1344, 768)), text_rows=100)
+    alone, four = (plan(replace(sizes, tile_batch=n), released(), Card.given(40), Host.given(64)) for n in (1, 4))
+    stage = four.stage("video decode")
+    assert stage.vram > alone.stage("video decode").vram and "4 at once" in stage.how
+
+
 @pytest.mark.parametrize(("frames", "height", "width"), [(1, 256, 384), (22, 256, 256)])
 def test_encoding_takes_what_is_predicted(frames, height, width):
     found = largest(encode_moments(named_video_vae(TWO_LAYERS), frames, height, width)).nbytes

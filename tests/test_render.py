@@ -342,6 +342,21 @@ def test_the_same_job_is_taken_up_unless_it_shall_start_over(capsys, model, tmp_
     assert not lost.exists()
 
 
+def test_tiles_decoded_at_once_are_asked_for_and_labelled(capsys, model, tmp_path):
+    given = ("--size", "384x320", "--frames", 5)
+    status, _, words = render(capsys, model, tmp_path / "a.mp4", *given, "--tile-batch", 3)
+    assert status == 0, words
+    parts = json.loads((tmp_path / "a.json").read_text())["fidelity"]["parts"]
+    (part,) = [part for part in parts if part["name"] == "video-vae/tile-batch"]
+    assert part["label"] == "EXACT MATH"
+    again = ("render", "--model", model, "--from", tmp_path / "a.mp4", "--out", tmp_path / "b.mp4")
+    status, _, words = run(capsys, *again)
+    assert status == 0 and "differs: nothing" in words
+    assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
+    status, _, words = render(capsys, model, tmp_path / "c.mp4", *given, "--tile-batch", 0)
+    assert status == 2 and "tile batch 0: give 1 (the default) to 64" in words
+
+
 def test_a_run_that_stops_early_leaves_its_state_in_its_own_file_only(capsys, model, tmp_path):
     small(capsys, model, tmp_path / "a.mp4", "--recovery", tmp_path / "states", "--stop", 1)
     assert (tmp_path / "a.latent.safetensors").is_file() and not list((tmp_path / "states").iterdir())

@@ -115,8 +115,11 @@ def _level(config: VideoVAEConfig, inputs: int, channels: int, size: Sequence[in
     return max(padding, blocks + 2 * one + padded + normed) * FLOAT32
 
 
-def decode_moments(weights: VideoVAEWeights, latent: tuple[int, int, int], resident: bool, ahead: int) -> list[Moment]:
-    """``decode.decode_video`` of ``latent`` (T, h, w): tile by tile when the decoder is resident, else layer by layer.
+def decode_moments(
+    weights: VideoVAEWeights, latent: tuple[int, int, int], resident: bool, ahead: int, batch: int = 1
+) -> list[Moment]:
+    """``decode.decode_video`` of ``latent`` (T, h, w): ``batch`` tiles at once when the decoder is resident, else layer
+    by layer.
 
     While a clip is decoded the one before is still in its reader's hands.
     """
@@ -153,7 +156,10 @@ def decode_moments(weights: VideoVAEWeights, latent: tuple[int, int, int], resid
     growing = (("canvas", canvas * FLOAT32), ("seams", seams))
     if resident:
         moments.append(
-            Moment("tile", (*held, *growing, ("stream", stream), ("decoder block", work), ("pixels", pixels)))
+            Moment(
+                "tile",
+                (*held, *growing, ("streams", batch * stream), ("decoder block", batch * work), ("pixels", pixels)),
+            )
         )
     else:
         streams = len(plan) * stream

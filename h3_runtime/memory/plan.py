@@ -338,7 +338,8 @@ def _plan_video_decode(sizes: RenderSizes, weights: ModelWeights, card: Card, ho
     compute = flops / card.float32_rate
     for rung, ahead in (("resident", 0), ("ram", 1), ("disk", 1)):
         resident = rung == "resident"
-        peak = largest(decode_moments(vae, latent, resident, ahead))
+        batch = min(sizes.tile_batch, tiles) if resident else 1
+        peak = largest(decode_moments(vae, latent, resident, ahead, batch))
         store = {"resident": 0, "ram": sum(vae.layers), "disk": 2 * max(vae.layers)}[rung]
         used = held + (0 if card.is_host else store) + 2 * frames + max(vae.layers)
         if _fits(peak.nbytes, used, card, host):
@@ -347,7 +348,8 @@ def _plan_video_decode(sizes: RenderSizes, weights: ModelWeights, card: Card, ho
     over_bus = 0.0 if resident else layers / card.copy_rate
     from_disk = layers / host.disk_rate if rung == "disk" else 0.0
     times = Times(compute, over_bus, from_disk, max(compute, over_bus, from_disk))
-    how = "tile by tile" if resident else "layer by layer over all tiles of a clip"
+    alone = "tile by tile" if batch == 1 else f"{batch} at once"
+    how = alone if resident else "layer by layer over all tiles of a clip"
     kept = (len(vae.layers), len(vae.layers) if resident else 0)
     work = (clips, 0 if resident else layers, times)
     return _stage("video decode", rung, kept, ahead, (peak, used), work, f"{tiles} tiles of {TILE} px, {how}")

@@ -108,6 +108,7 @@ class RenderSizes:
     shifts: tuple[float, float] = (VIDEO_SHIFT, AUDIO_SHIFT)
     text_rows: int | None = None
     text_vision: bool = False
+    tile_batch: int = 1
 
     @staticmethod
     def of_request(request: RenderRequest, placement: Placement) -> RenderSizes:
@@ -128,6 +129,7 @@ class RenderSizes:
             shifts=(request.video_shift, request.audio_shift),
             text_rows=None if condition is None else len(condition.tags),
             text_vision=condition is not None and bool((condition.tags == MODALITY_VIDEO).any()),
+            tile_batch=request.tile_batch,
         )
 
     @staticmethod

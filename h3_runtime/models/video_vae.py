@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -363,8 +364,9 @@ Layers = Callable[[], Iterable[Callable]]
 class VideoDecoder(nn.Module):
     """The ViT as embed -> blocks -> head, over a list of tiles.
 
-    Every tile goes through alone (batch 1), so tile-major and layer-major order give the same bits; layer-major
-    reads each layer's weights once for all tiles of a clip, at the price of holding every tile's residual stream.
+    Every tile goes through alone (batch 1) by default, so tile-major and layer-major order give the same bits;
+    layer-major reads each layer's weights once for all tiles of a clip, at the price of holding every tile's residual
+    stream.
     """
 
     def __init__(self, config: VideoVAEConfig):
@@ -406,27 +408,37 @@ class VideoDecoder(nn.Module):
         pixels = patches.permute(3, 0, 4, 1, 5, 2, 6)  # [3, t, 4, h, 16, w, 16]
         return pixels.reshape(1, -1, frames * FRAMES_PER_LATENT, height * PIXELS_PER_LATENT, width * PIXELS_PER_LATENT)
 
-    def forward(self, tiles: list[torch.Tensor], layers: Layers | None = None) -> Iterator[torch.Tensor]:
+    def forward(
+        self, tiles: list[torch.Tensor], layers: Layers | None = None, batch: int = 1
+    ) -> Iterator[torch.Tensor]:
         """Decode tiles [1, C, t, h, w] of one shape, in order, each yielded as fp32 pixels [1, 3, 4t, 16h, 16w].
 
         Without ``layers``: tile by tile. With it: layer by layer; it is called once and gives the blocks in order
-        (callables hidden, cos, sin -> hidden), so that a streamer may load each while the one before runs.
+        (callables hidden, cos, sin -> hidden), so that a streamer may load each while the one before runs. ``batch``
+        tiles run through a block at once: the sums of a larger product may be made in another order.
         """
         grid = tuple(tiles[0].shape[2:])
         cos, sin = self.rotary(tiles[0])
+        groups = [tiles[start : start + batch] for start in range(0, len(tiles), batch)]
         if layers is None:
-            for tile in tiles:
-                hidden = self.embed(tile)
+            for group in groups:
+                hidden = self._embed_all(group)
                 for block in self.transformer_blocks:
                     hidden = block(hidden, cos, sin)
-                yield self.head(hidden, grid)
+                for stream in hidden.split(1):
+                    yield self.head(stream, grid)
             return
-        streams = [self.embed(tile) for tile in tiles]
+        streams = [self._embed_all(group) for group in groups]
         for block in layers():
             for index in range(len(streams)):
                 streams[index] = block(streams[index], cos, sin)
         while streams:
-            yield self.head(streams.pop(0), grid)
+            for stream in streams.pop(0).split(1):
+                yield self.head(stream, grid)
+
+    def _embed_all(self, tiles: list[torch.Tensor]) -> torch.Tensor:
+        streams = [self.embed(tile) for tile in tiles]
+        return streams[0] if len(streams) == 1 else torch.cat(streams)
 
 
 class VideoVAE(nn.Module):
@@ -545,14 +557,15 @@ class VideoVAE(nn.Module):
         return len(decode_clips(latent_t))
 
     def decode_chunks(
-        self, latent: torch.Tensor, start: int = 0, tile: int = TILE, layers: Layers | None = None
+        self, latent: torch.Tensor, start: int = 0, tile: int = TILE, layers: Layers | None = None, batch: int = 1
     ) -> Iterator[torch.Tensor]:
         """Decode normalised ``latent`` [1, 24, T, h, w] chunk by chunk, each fp32 [1, 3, f, 16h, 16w] in [0, 1], final.
 
         T = 5k + 2 gives k chunks: f = 17, and 22 for the last (T = 2: 5, T = 1: 1). Chunk i starts at frame 17i.
         Between chunks only 5 frames are held. Chunks are on the VAE's device and the caller's to keep or change.
         ``start`` skips chunks, bit-identically, at the price of one extra decoder run. ``tile`` in pixels: only 256
-        is the reference. ``layers`` runs each clip layer by layer (``VideoDecoder.forward``), with the same bits.
+        is the reference. ``layers`` runs each clip layer by layer (``VideoDecoder.forward``), with the same bits;
+        ``batch`` tiles at once are the same formula, and the bits may differ.
         Raises H3Error for a latent of the wrong shape, NonFiniteError for NaN or infinity in or out.
         """
         self._check_latent(latent)
@@ -560,19 +573,20 @@ class VideoVAE(nn.Module):
         if not 0 <= start <= len(clips):
             raise H3Error(f"start chunk {start} is outside 0..{len(clips)}: this latent has {len(clips)} chunks")
         plan = TilePlan.latents(*latent.shape[3:], tile)
-        return self._decode_chunks(latent, clips, start, plan, layers)
+        decoder = partial(self.decoder, layers=layers, batch=batch)
+        return self._decode_chunks(latent, clips, start, plan, decoder)
 
     @torch.no_grad()
     def _decode_chunks(
-        self, latent: torch.Tensor, clips: list[DecodeClip], start: int, plan: TilePlan, layers: Layers | None
+        self, latent: torch.Tensor, clips: list[DecodeClip], start: int, plan: TilePlan, decoder: Callable
     ) -> Iterator[torch.Tensor]:
         tail = None
         if 0 < start < len(clips):
-            tail = self._decode_clip(latent, clips[start - 1], (clips[start - 1].tail,), plan, layers)
+            tail = self._decode_clip(latent, clips[start - 1], (clips[start - 1].tail,), plan, decoder)
         mean, std = _imagenet(self.post_quant_conv.weight.device)
         for clip in clips[start:]:
             parts = (clip.head,) if clip.tail is None else (clip.head, clip.tail)
-            chunk = self._decode_clip(latent, clip, parts, plan, layers)
+            chunk = self._decode_clip(latent, clip, parts, plan, decoder)
             if tail is not None:
                 blend_in(chunk, tail, dim=2)
                 tail = None
@@ -588,7 +602,7 @@ class VideoVAE(nn.Module):
         clip: DecodeClip,
         parts: tuple[slice, ...],
         plan: TilePlan,
-        layers: Layers | None,
+        decoder: Callable,
     ) -> torch.Tensor:
         """The kept frames ``parts`` of one clip, tiles blended, still ImageNet-normalised: [1, 3, f, 16h, 16w]."""
         weight = self.post_quant_conv.weight
@@ -596,16 +610,18 @@ class VideoVAE(nn.Module):
         z = (latent[:, :, list(clip.latents)].to(weight.device, torch.float32) * std + mean).to(weight.dtype)
         tiles = [self.post_quant_conv(z[..., rows, columns]) for rows, columns in plan.windows()]
         stitcher = Stitcher(plan.scaled(PIXELS_PER_LATENT))
-        for pixels in self.decoder(tiles, layers):  # [1, 3, 4t, 16h', 16w']
+        for pixels in decoder(tiles):  # [1, 3, 4t, 16h', 16w']
             stitcher.add(torch.cat([pixels[:, :, part] for part in parts], dim=2))
         canvas = stitcher.finish()
         if not is_finite(canvas):
             raise NonFiniteError("the video VAE decoded to NaN or infinity: check the VAE file and its precision")
         return canvas
 
-    def decode(self, latent: torch.Tensor, tile: int = TILE, layers: Layers | None = None) -> torch.Tensor:
+    def decode(
+        self, latent: torch.Tensor, tile: int = TILE, layers: Layers | None = None, batch: int = 1
+    ) -> torch.Tensor:
         """The chunks of ``decode_chunks`` in one tensor [1, 3, F, 16h, 16w], on the latent's device."""
-        chunks = self.decode_chunks(latent, tile=tile, layers=layers)
+        chunks = self.decode_chunks(latent, tile=tile, layers=layers, batch=batch)
         frames, height, width = pixel_frames(latent.shape[2]), *latent.shape[3:]
         size = (1, self.config.pixel_channels, frames, height * PIXELS_PER_LATENT, width * PIXELS_PER_LATENT)
         out = torch.empty(size, device=latent.device)
