@@ -358,7 +358,10 @@ class SaveEmbeddings(Node):
                     tooltip="Name below the output folder; a number is added.",
                 ),
             ],
-            outputs=[io.Conditioning.Output(display_name="positive", tooltip="The prompt, unchanged.")],
+            outputs=[
+                io.Conditioning.Output(display_name="positive", tooltip="The prompt, unchanged."),
+                SavedFileNode.saved_output(),
+            ],
             hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
@@ -371,13 +374,13 @@ class SaveEmbeddings(Node):
         carried = positive[0][1].get(KEY)
         if carried is None:
             raise H3Error("this prompt was encoded by another program's node: encode it with H3 Load Text Encoder")
-        path, _ = host.output_file(filename_prefix, SUFFIX)
+        path, shown = host.output_file(filename_prefix, SUFFIX)
         save_condition(path, carried.made)
         notes = [f"saved {path.name}: {len(carried.made.text.tags)} rows"]
         for key, what in ((KEYFRAMES, "pictures and guides"), (REFERENCES, "references")):
             if positive[0][1].get(key):
                 notes.append(f"the file holds the prompt's rows; its {what} are connected again when it is loaded")
-        return cls.report(notes, positive, ui={"text": [path.name]})
+        return cls.report(notes, positive, host.saved_name(shown), ui={"text": [path.name]})
 
 
 class LoadEmbeddings(SavedFileNode):

@@ -30,6 +30,7 @@ DOWNLOAD_PAGE = "https://huggingface.co/Comfy-Org/MiniMax-H3"
 OFFICIAL_PAGE = "https://huggingface.co/MiniMaxAI/MiniMax-H3"
 TELL_EVERY = 1.0  # seconds between two texts on a node
 NUMBERED = 5
+_NO_TAGS = str.maketrans("<>", "\u2039\u203a")
 
 
 def runtime_mode(execute: Callable) -> Callable:
@@ -128,6 +129,11 @@ def output_file(prefix: str, suffix: str, width: int = 0, height: int = 0) -> tu
     return path, {"filename": path.name, "subfolder": subfolder, "type": "output"}
 
 
+def saved_name(shown: dict[str, str]) -> str:
+    """The entry of ``saved_files`` for what ``output_file`` gave."""
+    return f"{'/'.join(filter(None, (shown['subfolder'].replace(os.sep, '/'), shown['filename'])))} [output]"
+
+
 def stamp(path: Path | None) -> str:
     """What changes when a file is replaced: for the host's cache."""
     if path is None or not path.exists():
@@ -179,7 +185,8 @@ def show_text(node, text: str) -> None:
     try:
         from server import PromptServer
 
-        PromptServer.instance.send_progress_text(text, identity)
+        # The page takes this text for HTML and drops <Picture 1>: brackets that look alike are left as they are.
+        PromptServer.instance.send_progress_text(text.translate(_NO_TAGS), identity)
     except Exception as error:
         _once("text on nodes", error)
 

@@ -236,7 +236,10 @@ class SaveLatent(Node):
                     tooltip="Name below the output folder; a number is added.",
                 ),
             ],
-            outputs=[io.Latent.Output(display_name="latent", tooltip="The latent, unchanged.")],
+            outputs=[
+                io.Latent.Output(display_name="latent", tooltip="The latent, unchanged."),
+                SavedFileNode.saved_output(),
+            ],
             hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
@@ -249,7 +252,7 @@ class SaveLatent(Node):
         taken = take_latent(latent)
         if taken.clip is None:
             raise H3Error("the latent is empty: there is nothing to save yet; connect the sampler's")
-        path, _ = host.output_file(filename_prefix, SUFFIX)
+        path, shown = host.output_file(filename_prefix, SUFFIX)
         carried = taken.carried
         about = {"finished": True, "fps": FPS}
         source = None
@@ -266,7 +269,7 @@ class SaveLatent(Node):
             notes.append(f"a state after forward {carried.stop}: go on with start_step {carried.stop}")
         if taken.masks is not None:
             notes.append("its mask is not saved: connect H3 Noise Masks again after loading")
-        return cls.report(notes, latent, ui={"text": [path.name]})
+        return cls.report(notes, latent, host.saved_name(shown), ui={"text": [path.name]})
 
 
 class LoadLatent(SavedFileNode):

@@ -149,6 +149,7 @@ class SampleMedia(Node):
                 io.Image.Output("clip", display_name="clip", tooltip="The disc crossing, frame by frame, at 24 fps."),
                 io.Audio.Output("sound", display_name="sound", tooltip="Three tones, as long as the clip."),
                 io.Mask.Output("mask", display_name="mask", tooltip="White where the disc is, one mask per frame."),
+                io.Image.Output("last", display_name="last", tooltip="The clip's last frame, as one picture."),
             ],
             hidden=[io.Hidden.unique_id],
         )
@@ -166,6 +167,7 @@ class SampleMedia(Node):
             give_images(made.clip),
             give_audio(made.sound),
             made.mask,
+            give_images(made.clip[-1:]),
         )
 
 

@@ -78,6 +78,11 @@ class SavedFileNode(Node):
         )
 
     @staticmethod
+    def saved_output():
+        """The output of a node that saves: what ``file`` of the node that loads takes, so that both run in one go."""
+        return io.Combo.Output("file", display_name="file", tooltip="The saved file, for the node that loads it.")
+
+    @staticmethod
     def opened(file: str) -> Path:
         """Where ``file`` lies; H3Error when it is gone since it was chosen."""
         from ..h3_runtime import H3Error

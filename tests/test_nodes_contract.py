@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from .comfy_graphs import CARRIED
+from .node_pack import Streams as Nested
 from .node_pack import loaded
 
 TOKENS = {"video": (7, 4, 6), "audio": 37}  # 96x64, 22 frames
@@ -30,18 +31,6 @@ def parts(pack) -> SimpleNamespace:
     empty, *_ = pack.run("H3RuntimeEmptyLatent", width=96, height=64, frames=22)
     picture, frames, sound, mask = pack.run("H3RuntimeSampleMedia", width=96, height=64, frames=22)
     return SimpleNamespace(**{name: value for name, value in locals().items() if name != "pack"})
-
-
-class Nested:
-    """The host's pair of tensors, as far as its nodes use it."""
-
-    is_nested = True
-
-    def __init__(self, *tensors):
-        self.tensors = list(tensors)
-
-    def unbind(self):
-        return self.tensors
 
 
 def streams(value: float | None = None, frames: int = 7, sound: int = 37):

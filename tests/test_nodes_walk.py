@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from h3_runtime.latents import load_latent
 from h3_runtime.media import read_clip, read_metadata
 
 from .comfy_graphs import decode, full_graphs, loaders, minimal_graphs, node, prompted, sampler, saved
-from .node_pack import loaded
+from .node_pack import ROOT, loaded, played_back
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,33 @@ def test_minimal_inputs(pack, name):
 def test_full_inputs(pack, name):
     done = pack.walk(full_graphs()[name])
     assert all(outputs is not None for outputs in done.values())
+
+
+WORKFLOWS = sorted((ROOT / "tests" / "workflows").glob("*.json"))
+
+
+def note_of(name: str) -> str:
+    canvas = json.loads((ROOT / "workflows" / f"{name}.json").read_text(encoding="utf-8"))
+    return next(node["widgets_values"][0] for node in canvas["nodes"] if node["type"] == "MarkdownNote")
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=[path.stem for path in WORKFLOWS])
+def test_bundled_workflows(pack, path):
+    """As it is queued from the page, with the small model and nothing in the input folder."""
+    graph, record = json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".safetensors")
+    theirs = {name for name, step in graph.items() if step["class_type"].startswith("MiniMaxH3")}
+    recorded = played_back(record) if record.is_file() else {}
+    assert set(recorded) == theirs, "the host's nodes of this workflow are played back: run comfy_record.py"
+    done = pack.walk(graph, recorded)
+    saves = [name for name, step in graph.items() if "filename_prefix" in step["inputs"]]
+    for name in saves:
+        prefix = graph[name]["inputs"]["filename_prefix"]
+        assert list((pack.base / "output").glob(f"{prefix}_0*")), f"{prefix} was not saved"
+    (sampler_node,) = [name for name, step in graph.items() if step["class_type"] == "H3RuntimeSampler"]
+    label = done[sampler_node][1].split(" ")[0]
+    assert f"As it stands: {label}," in note_of(path.stem), "the note on the canvas says which label comes out"
+    clip = read_clip(next((pack.base / "output" / "h3").glob("*.mp4")))
+    assert clip.audio is not None and float(clip.audio.abs().max()) > 0, "a clip with sound"
 
 
 def test_files_come_back(pack, tmp_path):

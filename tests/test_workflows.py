@@ -1,0 +1,173 @@
+"""The bundled workflows without a ComfyUI: canvas file against API form, what a user must not meet, order of inputs.
+
+workflows/NAME.json (canvas) ◀── the same nodes, widget values and links ──▶ tests/workflows/NAME.json (as queued)
+node_inputs.json: every node's inputs and outputs in their order ──▶ saved workflows keep their values
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+
+import pytest
+
+from .make_workflows import API, CANVAS, PACKAGE
+from .node_pack import loaded
+from .workflow_graphs import workflows
+
+NAMES = [workflow.name for workflow in workflows()]
+RECORD = API.parent / "node_inputs.json"
+OF_COMFYUI = {"MiniMaxH3ImageToVideo", "MiniMaxH3AddGuide", "VAEDecode", "VAEDecodeAudio", "PreviewImage"}
+AFTER_SEED = "control_after_generate"  # a widget of the page alone: its value stands after the seed's
+
+
+def read(path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def canvas_of(name: str) -> dict:
+    return read(CANVAS / f"{name}.json")
+
+
+def nodes_of(name: str) -> list[dict]:
+    return [node for node in canvas_of(name)["nodes"] if not node["type"].endswith("Note")]
+
+
+def test_every_file_is_described_and_every_description_has_its_files():
+    for folder, suffix in ((CANVAS, ".json"), (CANVAS, ".jpg"), (API, ".json")):
+        assert sorted(path.stem for path in folder.glob(f"*{suffix}")) == sorted(NAMES), f"{folder.name}/*{suffix}"
+
+
+# ---- canvas and API form
+
+
+def widget_values(node: dict) -> dict:
+    """{name: value} of a node on the canvas. Its values stand in the order of the inputs that have a widget."""
+    names = []
+    for slot in node["inputs"]:
+        if "widget" in slot:
+            names += [slot["widget"]["name"]] + [AFTER_SEED] * (slot["name"] == "seed")
+    values = node.get("widgets_values") or []
+    assert len(names) == len(values), f"{node['type']}: {len(values)} values for {names}"
+    return dict(zip(names, values))
+
+
+def as_queued(name: str) -> dict:
+    """What the canvas file says, in the API's form."""
+    canvas = canvas_of(name)
+    links = {link[0]: [str(link[1]), link[2]] for link in canvas["links"]}
+    made = {}
+    for node in nodes_of(name):
+        inputs = {key: value for key, value in widget_values(node).items() if key != AFTER_SEED}
+        inputs |= {slot["name"]: links[slot["link"]] for slot in node["inputs"] if slot.get("link") is not None}
+        made[str(node["id"])] = (node["type"], inputs)
+    return made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_canvas_is_what_is_queued(name):
+    queued = {key: (step["class_type"], step["inputs"]) for key, step in read(API / f"{name}.json").items()}
+    assert as_queued(name) == queued
+
+
+@pytest.mark.parametrize("workflow", workflows(), ids=NAMES)
+def test_the_canvas_is_what_is_described(workflow):
+    described, queued = workflow.described(), read(API / f"{workflow.name}.json")
+    boxes = [box for box in described["nodes"] if not box["type"].endswith("Note")]
+    assert [box["type"] for box in boxes] == [step["class_type"] for step in queued.values()]
+    ids = dict(zip((box["name"] for box in boxes), queued))
+    for box, step in zip(boxes, queued.values()):
+        given = {key: value for key, value in box["widgets"].items() if key not in (AFTER_SEED, *box["links"])}
+        assert {key: step["inputs"][key] for key in given} == given, box["name"]
+        linked = {key: value[0] for key, value in step["inputs"].items() if isinstance(value, list)}
+        assert linked == {key: ids[source] for key, (source, _) in box["links"].items()}, box["name"]
+    assert canvas_of(workflow.name)["id"] == described["id"]
+
+
+# ---- what a user must not meet
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_opens_anywhere_and_runs_with_nothing(name):
+    canvas, nodes = canvas_of(name), nodes_of(name)
+    types = [node["type"] for node in nodes]
+    assert {one for one in types if not one.startswith("H3Runtime")} <= OF_COMFYUI
+    assert types.count("H3RuntimeLoadModel") == 1 and "H3RuntimeSampler" in types
+    assert any(node["type"] == "MarkdownNote" for node in canvas["nodes"]) and len(canvas["groups"]) >= 4
+    for node in nodes:
+        ours = node["type"].startswith("H3Runtime")
+        assert node["properties"]["cnr_id"] == (PACKAGE if ours else "comfy-core") and node["properties"]["ver"]
+        assert node["mode"] == 0, f"{node['type']} is muted or bypassed"
+    values = [value for node in nodes for value in widget_values(node).values() if isinstance(value, str)]
+    assert not [value for value in values if re.search(r"\.(png|mp4|wav|safetensors|gguf)\b", value)]
+    seeds = [widget_values(node) for node in nodes if node["type"] == "H3RuntimeSampler"]
+    assert all(one[AFTER_SEED] == "fixed" for one in seeds), "queued twice, nothing may run again"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_lies_over_anything(name):
+    canvas = canvas_of(name)
+    areas = [(node["title"] if "title" in node else node["type"], *frame(node, 30)) for node in canvas["nodes"]]
+    for index, (one, *a) in enumerate(areas):
+        for other, *b in areas[index + 1 :]:
+            assert not crosses(a, b), f"{one} lies over {other}"
+    frames = [(group["title"], *group["bounding"]) for group in canvas["groups"]]
+    frames = [(title, x, y, x + width, y + height) for title, x, y, width, height in frames]
+    for index, (one, *a) in enumerate(frames):
+        for other, *b in frames[index + 1 :]:
+            assert not crosses(a, b), f"the frame {one} lies over {other}"
+        for node, *b in areas:
+            inside = a[0] <= b[0] and a[1] <= b[1] and b[2] <= a[2] and b[3] <= a[3]
+            assert inside or not crosses(a, b), f"{node} sticks out of {one}"
+
+
+def frame(node: dict, title: int) -> tuple[float, ...]:
+    x, y = node["pos"]
+    width, height = node["size"]
+    return x, y - title, x + width, y + height
+
+
+def crosses(a, b) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_note_says_what_a_user_asks(name):
+    (words,) = [node["widgets_values"][0] for node in canvas_of(name)["nodes"] if node["type"] == "MarkdownNote"]
+    assert words.startswith(f"# {name[:2]} ")
+    for said in ("**Run**", "Real weights.", "The label.", "H3 Load Model"):
+        assert said in words
+    if "H3RuntimeSampleMedia" in {node["type"] for node in nodes_of(name)}:
+        assert "*Load Image*" in words or "*Load Video*" in words
+
+
+# ---- order of inputs and outputs: a saved canvas holds values by their place
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    with loaded(tmp_path_factory.mktemp("pack")) as running:
+        yield running
+
+
+def order_of(schema) -> dict:
+    """Inputs as the page lists them, required ones first, and outputs."""
+    return {
+        "required": [field.id for field in schema.inputs if not field.optional],
+        "optional": [field.id for field in schema.inputs if field.optional],
+        "outputs": [output.display_name for output in schema.outputs],
+    }
+
+
+def test_inputs_and_outputs_are_only_ever_added_at_the_end(pack):
+    record = read(RECORD)
+    schemas = [node.define_schema() for node in importlib.import_module(f"{pack.name}.nodes").node_classes()]
+    now = {schema.node_id: order_of(schema) for schema in schemas}
+    assert set(record) <= set(now), "a node that saved workflows use is gone"
+    for node, kept in record.items():
+        assert now[node]["required"] == kept["required"], f"{node}: old graphs do not have a new required input"
+        for part in ("optional", "outputs"):
+            there = now[node][part]
+            assert there[: len(kept[part])] == kept[part], f"{node}: {part} changed places; new ones go to the end"
+    assert record == now, "new nodes, inputs and outputs are added to node_inputs.json, at the end"
