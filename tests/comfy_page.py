@@ -158,6 +158,8 @@ def templates(page: Page, told: Told, task: dict) -> dict:
     """What the page's template browser shows of this package."""
     page.evaluate("() => app.extensionManager.command.execute('Comfy.BrowseTemplates')")
     page.wait_for_timeout(2500)
+    page.get_by_text(task["package"], exact=True).first.click()
+    page.wait_for_timeout(2500)
     words = page.locator("body").inner_text()
     shown = None
     if "picture" in task:

@@ -2,8 +2,8 @@
 
     python comfy_record.py PACKAGE WORK GRAPH.json OUT.safetensors
 
-Every output of a MiniMaxH3... node of the graph is kept: an empty LATENT as its two shapes, CONDITIONING as its rows, tags and
-keyframes, under "NODE.OUTPUT.what". ``played_back`` in node_pack.py reads them.
+Every output of a MiniMaxH3... node of the graph is kept: an empty LATENT as its two shapes, CONDITIONING as its rows,
+tags and keyframes, under "NODE.OUTPUT.what". ``played_back`` in node_pack.py reads them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Make the bundled workflows again, on the page of a real ComfyUI: `python -m tests.make_workflows [NAME ...]`
 
     workflow_graphs.py ─▶ real page (built, run, laid out) ─▶ workflows/NAME.json      the canvas, for people
-                                                           ├▶ workflows/NAME.jpg       its picture, for the template list
+                                                           ├▶ workflows/NAME.jpg       its picture, for the templates
                                                            └▶ tests/workflows/NAME.json  what the page would queue
 
 COMFYUI_PATH and COMFYUI_PYTHON as for the tests (comfy_server.py); the interpreter needs playwright.

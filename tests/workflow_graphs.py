@@ -137,11 +137,11 @@ def text_to_video() -> Workflow:
     words = """
 # 02 Text to video, lossless
 
-Write what is seen and heard in *H3 Encode Prompt* and press **Run**. *H3 Decode and Save Video* plays the clip with \
-its sound; the file is in the output folder under h3/.
+Write what is seen and heard in *H3 Encode Prompt* and press **Run**. *H3 Decode and Save Video* plays the clip \
+with its sound; the file is in the output folder under h3/.
 
-Speech is written `<d>[English] Good evening.</d>`. There is no negative prompt and no guidance scale: the model was \
-trained without them.
+Speech is written `<d>[English] Good evening.</d>`. There is no negative prompt and no guidance scale: the model \
+was trained without them.
 
 To make another clip from the same words, change the seed. Only the sampler and what follows it run again.
 """
@@ -179,8 +179,9 @@ def first_and_last() -> Workflow:
 
 The clip begins with one picture and ends with another. Press **Run**.
 
-**Your pictures.** Delete *H3 Sample Media* and connect *Load Image* to *first_frame*, and another to *last_frame*. One \
-of the two is enough. A picture of another shape is fitted to the clip: what was done to it stands on the node.
+**Your pictures.** Delete *H3 Sample Media* and connect *Load Image* to *first_frame*, and another to \
+*last_frame*. One of the two is enough. A picture of another shape is fitted to the clip: what was done to it \
+stands on the node.
 
 The prompt says what happens between the two.
 """
@@ -223,14 +224,14 @@ def guides() -> Workflow:
     words = """
 # 04 Guides at several frames, with sound
 
-Three guides, one *H3 Add Guide* each: a picture at the first frame, the same picture again at 0.9 seconds, and a \
-sound from the beginning on. Their order does not matter. Press **Run**.
+Three guides, one *H3 Add Guide* each: a picture at the first frame, the same picture again at 0.9 seconds, and \
+a sound from the beginning on. Their order does not matter. Press **Run**.
 
-**Your media.** Connect *Load Image*, *Load Video* or *Load Audio* in place of *H3 Sample Media*. A *Load Video* goes \
-into *video* and brings its own sound and frame rate.
+**Your media.** Connect *Load Image*, *Load Video* or *Load Audio* in place of *H3 Sample Media*. A *Load Video* \
+goes into *video* and brings its own sound and frame rate.
 
-**Where.** *at* chooses between frame and seconds. A frame of -1 is the last one. *strength* below 1 lets the model \
-leave the guide further.
+**Where.** *at* chooses between frame and seconds. A frame of -1 is the last one. *strength* below 1 lets the \
+model leave the guide further.
 """
 
     def guide(name: str, column: int, before: Link, widgets: dict, **links: Link) -> Box:
@@ -263,16 +264,17 @@ def references() -> Workflow:
     words = """
 # 05 References
 
-The prompt names what is connected: `<Picture 1>`, `<Video 1>`, `<Audio 1>` ... A reference lends its look, motion or \
-voice; it is not copied. Press **Run**.
+The prompt names what is connected: `<Picture 1>`, `<Video 1>`, `<Audio 1>` ... A reference lends its look, \
+motion or voice; it is not copied. Press **Run**.
 
-**Your media.** Connect *Load Image* to *image_0* (up to 9 pictures), *Load Video* to *video_0* (up to 3 clips of 2 to \
-15 seconds), *Load Audio* to *sound_0* (up to 3). A clip brings its own sound, which counts before the sounds.
+**Your media.** Connect *Load Image* to *image_0* (up to 9 pictures), *Load Video* to *video_0* (up to 3 clips \
+of 2 to 15 seconds), *Load Audio* to *sound_0* (up to 3). A clip brings its own sound, which counts before the \
+sounds.
 
 **Weights.** References need the Ref2VA weights; with others the sampler refuses in a sentence.
 
-**Recipe.** *comfy* sizes the pictures to the clip, as ComfyUI's own nodes do. *reference* does what the release does \
-and enlarges them to 2048 pixels: exact, and minutes on a CPU.
+**Recipe.** *comfy* sizes the pictures to the clip, as ComfyUI's own nodes do. *reference* does what the release \
+does and enlarges them to 2048 pixels: exact, and minutes on a CPU.
 """
     named = Box(
         "named",
@@ -315,8 +317,8 @@ and enlarges them to 2048 pixels: exact, and minutes on a CPU.
 
 
 LABEL_REFERENCES = (
-    "As it stands: APPROXIMATE, because *comfy* sizes the references otherwise than the release does. The report of the "
-    "sampler says so. Set the recipe to *reference* for the release's own way."
+    "As it stands: APPROXIMATE, because *comfy* sizes the references otherwise than the release does. The report of "
+    "the sampler says so. Set the recipe to *reference* for the release's own way."
 )
 
 
@@ -324,14 +326,14 @@ def inpaint() -> Workflow:
     words = """
 # 06 Inpaint by mask, keep the sound
 
-White in the mask is made anew, black is kept. The sound stays as it is (*sound* = keep). Press **Run**; *The token \
-grid* shows what the model really makes anew: a token is 32x32 pixels, and 1 or 4 frames.
+White in the mask is made anew, black is kept. The sound stays as it is (*sound* = keep). Press **Run**; *The \
+token grid* shows what the model really makes anew: a token is 32x32 pixels, and 1 or 4 frames.
 
-**Your clip.** Connect *Load Video* to *video* of *H3 Encode Video and Sound*, and *Load Image (as Mask)* to *mask*. One \
-mask counts for all frames; one per frame is possible.
+**Your clip.** Connect *Load Video* to *video* of *H3 Encode Video and Sound*, and *Load Image (as Mask)* to \
+*mask*. One mask counts for all frames; one per frame is possible.
 
-**The other way round.** *picture* = keep and *sound* = all makes a new sound for the same picture. *ranges* makes only \
-some seconds anew.
+**The other way round.** *picture* = keep and *sound* = all makes a new sound for the same picture. *ranges* \
+makes only some seconds anew.
 """
     encoded = Box(
         "encoded",
@@ -385,8 +387,8 @@ def extend() -> Workflow:
     words = """
 # 07 Extend a clip with its sound
 
-*H3 Extend Clip* takes the end of a clip as the beginning of the next one, and *H3 Join Clips* puts both together \
-before decoding: no cut, and picture and sound stay together. Press **Run**.
+*H3 Extend Clip* takes the end of a clip as the beginning of the next one, and *H3 Join Clips* puts both \
+together before decoding: no cut, and picture and sound stay together. Press **Run**.
 
 **Your clip.** Connect *Load Video* to *video* of *H3 Encode Video and Sound*. Or connect the latent of another \
 sampler to *H3 Extend Clip* and *H3 Join Clips*: then nothing is encoded twice.
@@ -455,12 +457,12 @@ def embeddings() -> Workflow:
 
 The prompt is encoded once and kept in a file; the render reads the file. Press **Run**.
 
-**The next time.** The text encoder is 51 GB and is not needed again: select *H3 Load Text Encoder*, *H3 Encode Prompt* \
-and *H3 Save Prompt Embeddings* and bypass them (Ctrl+B) or delete them. Pull the wire off *file* and choose the saved \
-file there (press R when it is not in the list). The clip is the same to the bit.
+**The next time.** The text encoder is 51 GB and is not needed again: select *H3 Load Text Encoder*, *H3 Encode \
+Prompt* and *H3 Save Prompt Embeddings* and bypass them (Ctrl+B) or delete them. Pull the wire off *file* and \
+choose the saved file there (press R when it is not in the list). The clip is the same to the bit.
 
-The files lie in the output folder under h3/. A prompt that was encoded with pictures goes into *saved* of the node \
-that takes the pictures.
+The files lie in the output folder under h3/. A prompt that was encoded with pictures goes into *saved* of the \
+node that takes the pictures.
 """
     kept = Box(
         "kept",
@@ -497,12 +499,12 @@ def mixing() -> Workflow:
     words = """
 # 12 Mixing with ComfyUI's own H3 nodes
 
-The prompt, the first frame and the guide are made by ComfyUI's own nodes (*MiniMax H3 Image to Video*, *Add Guide for \
-MiniMax H3*) with our text encoder and VAEs; our sampler renders; ComfyUI's *VAE Decode* and *VAE Decode Audio* decode. \
-Press **Run**.
+The prompt, the first frame and the guide are made by ComfyUI's own nodes (*MiniMax H3 Image to Video*, *Add \
+Guide for MiniMax H3*) with our text encoder and VAEs; our sampler renders; ComfyUI's *VAE Decode* and *VAE \
+Decode Audio* decode. Press **Run**.
 
-Latents and conditioning travel freely between both. A model does not: ours goes into our sampler only, so that no \
-checkpoint is loaded twice.
+Latents and conditioning travel freely between both. A model does not: ours goes into our sampler only, so that \
+no checkpoint is loaded twice.
 
 **Your pictures.** Connect *Load Image* in place of *H3 Sample Media*.
 """
@@ -582,8 +584,8 @@ checkpoint is loaded twice.
 
 
 LABEL_MIXED = (
-    "As it stands: APPROXIMATE, because the history of what other nodes made cannot be proven. The report of the sampler "
-    "names it (condition/foreign)."
+    "As it stands: APPROXIMATE, because the history of what other nodes made cannot be proven. The report of the "
+    "sampler names it (condition/foreign)."
 )
 
 
