@@ -12,6 +12,7 @@ Where a service is missing or has changed, the render goes on without it and one
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import logging
 import os
@@ -92,7 +93,7 @@ def embedding_folders() -> list[str]:
 
 def vocabulary_folder() -> Path:
     """Where the host keeps Qwen's vocabulary."""
-    return Path(management.__file__).parent / "text_encoders" / "qwen25_tokenizer"
+    return Path(inspect.getfile(management)).parent / "text_encoders" / "qwen25_tokenizer"
 
 
 def temp_folder() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -620,3 +621,29 @@ def test_adding_a_guide_leaves_the_given_conditioning_as_it_is(pack, parts):
     positive = prompt_of(pack, parts)
     guided(pack, parts, positive, 3)
     assert "minimax_keyframes" not in positive[0][1], "the input is not changed"
+
+
+# ---- text on nodes, names of files
+
+
+def test_text_on_a_node_keeps_what_stands_in_angle_brackets(pack, monkeypatch):
+    told = []
+    instance = SimpleNamespace(send_progress_text=lambda text, node: told.append((text, node)))
+    monkeypatch.setitem(sys.modules, "server", SimpleNamespace(PromptServer=SimpleNamespace(instance=instance)))
+    node = SimpleNamespace(hidden=SimpleNamespace(unique_id="5"))
+    pack.host.show_text(node, "in the prompt: <Picture 1> = picture 1")
+    assert told == [("in the prompt: \u2039Picture 1\u203a = picture 1", "5")], "the page would take it for HTML"
+
+
+@pytest.mark.parametrize("subfolder", ["", "h3", "h3\\deep"])
+def test_a_saved_file_is_named_as_the_picker_lists_it(pack, monkeypatch, subfolder):
+    shown = {"filename": "clip_00001_.h3-latent.safetensors", "subfolder": subfolder, "type": "output"}
+    monkeypatch.setattr(pack.host.os, "sep", "\\")  # as on Windows
+    name = pack.host.saved_name(shown)
+    monkeypatch.undo()
+    assert name == "/".join([*subfolder.split("\\"), shown["filename"]]).strip("/") + " [output]"
+    folder = pack.base / "output" / subfolder.replace("\\", "/")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / shown["filename"]).write_bytes(b"")
+    assert name in pack.host.saved_files(".h3-latent.safetensors") and pack.host.saved_file(name).is_file()
+    (folder / shown["filename"]).unlink()

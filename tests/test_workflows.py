@@ -36,6 +36,7 @@ def nodes_of(name: str) -> list[dict]:
 
 def test_every_file_is_described_and_every_description_has_its_files():
     for folder, suffix in ((CANVAS, ".json"), (CANVAS, ".jpg"), (API, ".json")):
+        assert all(re.fullmatch(r"\d\d-[a-z0-9-]+", name) for name in NAMES), "names for any file system and address"
         assert sorted(path.stem for path in folder.glob(f"*{suffix}")) == sorted(NAMES), f"{folder.name}/*{suffix}"
 
 
