@@ -8,6 +8,7 @@ Needs what the server tests need, and playwright in ComfyUI's interpreter. FRONT
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -67,23 +68,21 @@ def ours(errors: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def opened(server, pictures) -> dict[str, dict]:
-    """Every workflow through the page's own address of it: loaded, run, run again."""
-    asked = [
-        {
-            "do": "open",
-            "template": f"/api/workflow_templates/{PACKAGE}/{name}.json",
-            "picture": f"{name}.png",
-            "twice": True,
-        }
-        for name in NAMES
-    ]
-    return dict(zip(NAMES, on_page(server, asked, pictures)))
+def opened(server, pictures):
+    """opened(name): a workflow through the page's own address of it, loaded, run, and run again; once per name."""
+
+    @functools.cache
+    def done(name: str) -> dict:
+        address = f"/api/workflow_templates/{PACKAGE}/{name}.json"
+        asked = {"do": "open", "template": address, "picture": f"{name}.png", "twice": True}
+        return on_page(server, [asked], pictures)[0]
+
+    return done
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_loads_and_runs(opened, name):
-    done = opened[name]
+    done = opened(name)
     assert done["end"] == "execution_success", done
     assert done["missing"] == [] and ours(done["errors"]) == []
     assert bare(done["api"]) == bare(queued(name)), "the page queues what the test without a page runs"
@@ -92,7 +91,7 @@ def test_it_loads_and_runs(opened, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_queued_again_nothing_runs_again(opened, name):
-    assert set(opened[name]["cached"]) == set(queued(name))
+    assert set(opened(name)["cached"]) == set(queued(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -100,14 +99,15 @@ def test_the_page_keeps_every_value(opened, name):
     def values(canvas: dict) -> dict:
         return {node["id"]: node.get("widgets_values") for node in canvas["nodes"]}
 
-    assert values(opened[name]["canvas"]) == values(read(CANVAS / f"{name}.json"))
+    assert values(opened(name)["canvas"]) == values(read(CANVAS / f"{name}.json"))
 
 
 def test_a_saved_clip_dropped_on_the_canvas_brings_its_workflow_back(server, opened, pictures):
+    first = opened(NAMES[0])
     clip = server.output / "h3" / "text_00001_.mp4"
     (done,) = on_page(server, [{"do": "drop", "file": str(clip), "picture": "dropped.png"}], pictures)
     assert bare(done["api"]) == bare(queued(NAMES[0])) and ours(done["errors"]) == []
-    here, there = ([node["pos"] for node in one["nodes"]] for one in (done["canvas"], opened[NAMES[0]]["canvas"]))
+    here, there = ([node["pos"] for node in one["nodes"]] for one in (done["canvas"], first["canvas"]))
     assert here == there
 
 
