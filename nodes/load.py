@@ -316,7 +316,7 @@ class LoadVaes(Node):
         return next((sentence for sentence in wrong if sentence is not True), True)
 
     @classmethod
-    def fingerprint_inputs(cls, video_vae=None, audio_vae=None):
+    def fingerprint_inputs(cls, video_vae=None, audio_vae=None, **others):
         return file_stamp("video_vae", video_vae) + file_stamp("audio_vae", audio_vae)
 
     @classmethod

@@ -7,6 +7,7 @@ node_inputs.json: every node's inputs and outputs in their order ──▶ saved
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
 
@@ -172,3 +173,16 @@ def test_inputs_and_outputs_are_only_ever_added_at_the_end(pack):
             there = now[node][part]
             assert there[: len(kept[part])] == kept[part], f"{node}: {part} changed places; new ones go to the end"
     assert record == now, "new nodes, inputs and outputs are added to node_inputs.json, at the end"
+
+
+def test_the_hosts_questions_about_inputs_take_every_input(pack):
+    """``fingerprint_inputs`` is called with all of a node's inputs: one that it does not take makes the host warn and
+    run the node, and all that follows, at every queueing."""
+    asked = 0
+    for node in importlib.import_module(f"{pack.name}.nodes").node_classes():
+        owner = next(base for base in node.__mro__ if "fingerprint_inputs" in vars(base))
+        if owner.__module__.startswith(pack.name):
+            asked += 1
+            inputs = {field.id: None for field in node.define_schema().inputs}
+            inspect.signature(node.fingerprint_inputs).bind(**inputs)
+    assert asked >= 5
