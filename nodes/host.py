@@ -36,12 +36,19 @@ _NO_TAGS = str.maketrans("<>", "\u2039\u203a")
 
 def runtime_mode(execute: Callable) -> Callable:
     """Runs ``execute`` with gradients off but outside inference mode, which the host puts around every node: weights
-    and slots made inside it could not be written to by the threads that stream them."""
+    and slots made inside it could not be written to by the threads that stream them. A refusal stands on its node too:
+    the page itself shows its sentence only after two clicks."""
 
     @functools.wraps(execute)
     def wrapped(*args, **options):
-        with torch.inference_mode(False), torch.no_grad():
-            return execute(*args, **options)
+        from ..h3_runtime import H3Error
+
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                return execute(*args, **options)
+        except H3Error as error:
+            show_text(args[0], str(error))
+            raise
 
     return wrapped
 
@@ -175,7 +182,8 @@ def poll() -> None:
 
 
 def node_id(node) -> str | None:
-    return None if node is None or node.hidden is None else node.hidden.unique_id
+    hidden = getattr(node, "hidden", None)
+    return None if hidden is None else hidden.unique_id
 
 
 def show_text(node, text: str) -> None:

@@ -647,3 +647,11 @@ def test_a_saved_file_is_named_as_the_picker_lists_it(pack, monkeypatch, subfold
     (folder / shown["filename"]).write_bytes(b"")
     assert name in pack.host.saved_files(".h3-latent.safetensors") and pack.host.saved_file(name).is_file()
     (folder / shown["filename"]).unlink()
+
+
+def test_a_refusal_stands_on_its_node(pack, monkeypatch):
+    told = []
+    monkeypatch.setattr(pack.host, "show_text", lambda node, text: told.append(text))
+    with pytest.raises(pack.h3.H3Error, match="height 0: give both"):
+        pack.run("H3RuntimeEmptyLatent", width=192, height=0)
+    assert told == ["width is 192 and height 0: give both, or 0 for both to use the ratio"]

@@ -34,7 +34,8 @@ if subprocess.run([find_python(), "-c", "import playwright.sync_api"], capture_o
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     page = os.environ.get("FRONTEND")
-    options = ["--front-end-root", page] if page else []
+    # The host's default cache lets results go when other programs fill the memory: then they would rightly run again.
+    options = ["--cache-classic", *(["--front-end-root", page] if page else [])]
     try:
         running = ComfyServer(CHECKOUT, tmp_path_factory.mktemp("page"), *options).start()
     except RuntimeError as error:
