@@ -495,8 +495,7 @@ node that takes the pictures.
     )
 
 
-def mixing() -> Workflow:
-    words = """
+MIXING = """
 # 12 Mixing with ComfyUI's own H3 nodes
 
 The prompt, the first frame and the guide are made by ComfyUI's own nodes (*MiniMax H3 Image to Video*, *Add \
@@ -508,6 +507,9 @@ no checkpoint is loaded twice.
 
 **Your pictures.** Connect *Load Image* in place of *H3 Sample Media*.
 """
+
+
+def mixing() -> Workflow:
     theirs = Box(
         "theirs",
         "MiniMaxH3ImageToVideo",
@@ -565,7 +567,7 @@ no checkpoint is loaded twice.
     return Workflow(
         "12-mixing-with-comfyui-h3-nodes",
         boxes(
-            words,
+            MIXING,
             model(0),
             encoder(1),
             vaes(3),
