@@ -1,0 +1,60 @@
+"""What nodes tell: words on a node, times, names of saved files, the tags of a saved clip."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from .node_pack import loaded
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    with loaded(tmp_path_factory.mktemp("pack")) as running:
+        yield running
+
+
+def test_clock_and_text(pack):
+    clock = pack.host.clock
+    assert [clock(s) for s in (4.23, 42, 185, 4320)] == ["4.2 s", "42 s", "3 min 05 s", "1 h 12 min"]
+
+
+def test_workflow_tags_are_the_hosts(pack):
+    hidden = SimpleNamespace(prompt={"1": {}}, extra_pnginfo={"workflow": {"nodes": []}})
+    tags = pack.host.workflow_tags(hidden)
+    assert json.loads(tags["prompt"]) == {"1": {}} and json.loads(tags["workflow"]) == {"nodes": []}
+    assert pack.host.workflow_tags(None) == {}
+
+
+def test_text_on_a_node_keeps_what_stands_in_angle_brackets(pack, monkeypatch):
+    told = []
+    instance = SimpleNamespace(send_progress_text=lambda text, node: told.append((text, node)))
+    monkeypatch.setitem(sys.modules, "server", SimpleNamespace(PromptServer=SimpleNamespace(instance=instance)))
+    node = SimpleNamespace(hidden=SimpleNamespace(unique_id="5"))
+    pack.host.show_text(node, "in the prompt: <Picture 1> = picture 1")
+    assert told == [("in the prompt: \u2039Picture 1\u203a = picture 1", "5")], "the page would take it for HTML"
+
+
+@pytest.mark.parametrize("subfolder", ["", "h3", "h3\\deep"])
+def test_a_saved_file_is_named_as_the_picker_lists_it(pack, monkeypatch, subfolder):
+    shown = {"filename": "clip_00001_.h3-latent.safetensors", "subfolder": subfolder, "type": "output"}
+    monkeypatch.setattr(pack.host.os, "sep", "\\")  # as on Windows
+    name = pack.host.saved_name(shown)
+    monkeypatch.undo()
+    assert name == "/".join([*subfolder.split("\\"), shown["filename"]]).strip("/") + " [output]"
+    folder = pack.base / "output" / subfolder.replace("\\", "/")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / shown["filename"]).write_bytes(b"")
+    assert name in pack.host.saved_files(".h3-latent.safetensors") and pack.host.saved_file(name).is_file()
+    (folder / shown["filename"]).unlink()
+
+
+def test_a_refusal_stands_on_its_node(pack, monkeypatch):
+    told = []
+    monkeypatch.setattr(pack.host, "show_text", lambda node, text: told.append(text))
+    with pytest.raises(pack.h3.H3Error, match="height 0: give both"):
+        pack.run("H3RuntimeEmptyLatent", width=192, height=0)
+    assert told == ["width is 192 and height 0: give both, or 0 for both to use the ratio"]
