@@ -28,7 +28,7 @@ def parts(pack) -> SimpleNamespace:
     video_vae, audio_vae = pack.run("H3RuntimeLoadVaes", video_vae=CARRIED, audio_vae=CARRIED)
     (model,) = pack.run("H3RuntimeLoadModel", model=CARRIED)
     empty, *_ = pack.run("H3RuntimeEmptyLatent", width=96, height=64, frames=22)
-    picture, frames, sound, mask = pack.run("H3RuntimeSampleMedia", width=96, height=64, frames=22)
+    picture, frames, sound, mask, _ = pack.run("H3RuntimeSampleMedia", width=96, height=64, frames=22)
     return SimpleNamespace(**{name: value for name, value in locals().items() if name != "pack"})
 
 
