@@ -8,7 +8,9 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ACCELERATORS": "accelerators",
     "AVLatent": "job",
+    "Acceleration": "accelerators.presets",
     "Canvas": "geometry",
     "CheckpointInfo": "checkpoint.info",
     "Encoding": "media",
@@ -19,6 +21,7 @@ _HOMES = {
     "GuideSize": "memory.rows",
     "H3Error": "errors",
     "Loading": "model",
+    "JOB_PARTS": "accelerators.presets",
     "Lora": "lora",
     "LoraRequest": "request",
     "MadeCondition": "text.conditions",
@@ -28,6 +31,7 @@ _HOMES = {
     "Mp4Writer": "media",
     "NonFiniteError": "errors",
     "Origin": "graph",
+    "PRESETS": "accelerators.presets",
     "PackedLayout": "layout",
     "Part": "graph",
     "PastMedia": "graph",
@@ -41,6 +45,7 @@ _HOMES = {
     "RenderRequest": "request",
     "RenderResult": "render",
     "RenderSizes": "memory.rows",
+    "ScheduleSettings": "accelerators.few_step",
     "Shown": "text.shown",
     "SoundMask": "request",
     "Take": "media.join",

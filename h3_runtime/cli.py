@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import __version__
+from .accelerate_command import accelerate_request, add_acceleration_options, add_paths
 from .errors import H3Error
 from .plan_command import add_plan
 from .recover_command import add_recover
@@ -187,6 +188,7 @@ def _add_render(commands) -> argparse.ArgumentParser:
     run.add_argument(
         "--tile-batch", type=int, metavar="N", help="tiles decoded at once (default 1): EXACT MATH, more VRAM"
     )
+    add_acceleration_options(command.add_argument_group("faster"))
     out = command.add_argument_group("output")
     out.add_argument("--out", required=True, metavar="FILE.mp4")
     out.add_argument(
@@ -260,6 +262,7 @@ RENDER_INPUTS = (
     "prompt", "size", "ratio", "megapixels", "frames", "first_frame", "last_frame", "references", "recipe", "embeds",
     "guide", "lora", "quantise", "exclude", "source", "mask", "audio_mask", "audio_feather",
     "denoise", "steps", "seed", "start", "stop", "state", "video_shift", "audio_shift", "tile_batch",
+    "accelerate", "preset", "solver",
 )  # fmt: skip
 
 
@@ -270,7 +273,7 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
     from .save import check_output, keep_inputs, save_clip
 
     out = check_output(arguments.out)
-    old = None
+    old, said = None, []
     if arguments.inputs is not None and arguments.manifest is None:
         raise H3Error("--inputs says where the files of --from lie: add --from MANIFEST, or leave it out")
     for option, does in (("resume", "takes up"), ("fresh", "drops")):
@@ -289,13 +292,13 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
         if arguments.dtype not in (None, request.dtype):
             raise H3Error(f"--from repeats a render in the dtype it had, so --dtype {arguments.dtype} must be left out")
     else:
-        request = request_of(arguments)
+        request, said = accelerate_request(arguments, request_of(arguments))
     keep_inputs(out, [medium.path for medium in request.media.values()] + ([arguments.manifest] if old else []))
     models = _models(arguments, request.dtype, loading_of(arguments, request))
     recovery = None if arguments.no_recovery else RecoveryFolder(arguments.recovery)
     resume = True if arguments.resume else False if arguments.fresh else None
     try:
-        result = render_request(request, models, say.progress, recovery=recovery, resume=resume, tell=say)
+        result = render_request(request, models, say.progress, recovery=recovery, resume=resume, tell=say, said=said)
     except KeyboardInterrupt:
         cure = "" if recovery is None else "; the same command goes on after the last forward"
         raise KeyboardInterrupt(f"stopped: nothing half-written was left{cure}") from None
@@ -522,31 +525,7 @@ def run_selftest(arguments, say: _Say) -> tuple[Results, int]:
     return [check.to_dict() for check in checks], 0 if all(check.passed for check in checks) else 1
 
 
-# --- paths, verify, bench --------------------------------------------------------------------------------------------
-
-
-def _add_paths(commands) -> argparse.ArgumentParser:
-    command = commands.add_parser("paths", help="every path of the runtime with its label and reason")
-    command.set_defaults(run=run_paths)
-    return command
-
-
-def run_paths(arguments, say: _Say) -> tuple[Results, int]:
-    from .fidelity import BASELINE, REGISTRY
-
-    rows = []
-    width = max(map(len, REGISTRY))
-    for entry in REGISTRY.values():
-        unproven = entry.unproven()
-        mark = f"  UNPROVEN HERE: {unproven}" if unproven else ""
-        if not arguments.json:
-            say(f"{entry.name:<{width}}  {entry.label!s:<11}  {entry.reason}{mark}")
-        rows.append(
-            {"name": entry.name, "value": str(entry.label), "unit": "label", "label": str(entry.label),
-             "reason": entry.reason, "unproven_here": unproven}
-        )  # fmt: skip
-    say(f"baseline: {BASELINE}")
-    return rows, 0
+# --- verify, bench ----------------------------------------------------------------------------------------------------
 
 
 def _add_verify(commands) -> argparse.ArgumentParser:
@@ -568,13 +547,13 @@ def run_verify(arguments, say: _Say) -> tuple[Results, int]:
 
 def _add_bench(commands) -> argparse.ArgumentParser:
     command = commands.add_parser("bench", help="measure step time, memory or loading, side by side in one run")
-    command.add_argument("what", choices=["step", "memory", "load", "text", "quant", "card"])
+    command.add_argument("what", choices=["step", "memory", "load", "text", "quant", "card", "accelerators"])
     command.set_defaults(run=run_bench)
     return command
 
 
 def run_bench(arguments, say: _Say) -> tuple[Results, int]:
-    from . import bench, bench_card, bench_quant, bench_text
+    from . import bench, bench_accelerators, bench_card, bench_quant, bench_text
 
     functions: dict[str, Callable[[], Results]] = {
         "step": bench.bench_step,
@@ -583,6 +562,7 @@ def run_bench(arguments, say: _Say) -> tuple[Results, int]:
         "text": bench_text.bench_text,
         "quant": bench_quant.bench_quant,
         "card": bench_card.bench_card,
+        "accelerators": bench_accelerators.bench_accelerators,
     }
     results = functions[arguments.what]()
     for line in bench.format_lines(results):
@@ -592,5 +572,5 @@ def run_bench(arguments, say: _Say) -> tuple[Results, int]:
 
 COMMANDS = (
     _add_demo, _add_render, _add_embed, add_recover, add_plan, add_inspect, add_quantize,
-    _add_selftest, _add_paths, _add_verify, _add_bench,
+    _add_selftest, add_paths, _add_verify, _add_bench,
 )  # fmt: skip

@@ -12,6 +12,8 @@ list of what the reference has nothing to compare with.
 from __future__ import annotations
 
 import enum
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -122,6 +124,36 @@ def _no_card(capability: tuple[int, int] = (0, 0), amd: bool = False) -> Callabl
     return reason
 
 
+def _lacks(package: str, capability: tuple[int, int], most: tuple[int, int] = (99, 0)) -> Callable[[], str | None]:
+    """Why a kernel of ``package`` for NVIDIA cards from ``capability`` up to ``most`` cannot run here."""
+    card = _no_card(capability)
+
+    def reason() -> str | None:
+        said = card()
+        if said is None and torch.cuda.get_device_capability() > most:
+            said = f"is not made for compute capability above {most[0]}.{most[1]}"
+        if said is not None:
+            return said
+        try:
+            found = importlib.util.find_spec(package)
+        except (ImportError, ValueError):  # its parent is missing, or half-installed
+            found = None
+        return None if found else f"the package {package} is not installed"
+
+    return reason
+
+
+def _kitchen_lacks() -> str | None:
+    """Why comfy-kitchen's INT8 attention cannot run here."""
+    said = _lacks("comfy_kitchen", (7, 5))()
+    if said is not None:
+        return said
+    ask = getattr(importlib.import_module("comfy_kitchen"), "int8_attention_is_available", None)
+    if ask is None:
+        return "this comfy-kitchen has no INT8 attention"
+    return None if ask() else "this comfy-kitchen has no INT8 attention for this card"
+
+
 _LOSSLESS, _APPROXIMATE = Label.LOSSLESS, Label.APPROXIMATE
 
 register("dit/stored", _LOSSLESS, "the DiT computes in the dtype its file stores, float32 islands kept: the baseline")
@@ -153,12 +185,36 @@ register("kernel/float8-dequantised", Label.EXACT_MATH, "weights decoded as they
 register("kernel/block-scaled-float-dequantised", Label.EXACT_MATH, "weights decoded as they are used")
 register("kernel/gguf-dequantised", Label.EXACT_MATH, "weights decoded as they are used, inputs as they are")
 register("attention/sdpa", _LOSSLESS, "PyTorch's SDPA in canonical head groups: the baseline's kernel")
+for _name, _words, _why in (
+    ("sdpa-flash", "PyTorch's FlashAttention kernel, asked for by name", lambda: None),
+    ("sdpa-math", "PyTorch's plain kernel, scores held whole", lambda: None),
+    ("sdpa-efficient", "PyTorch's memory-efficient kernel", _no_card((5, 0), amd=True)),
+    ("sdpa-cudnn", "cuDNN's attention through PyTorch", _no_card((8, 0))),
+    ("flash-2", "FlashAttention 2", _lacks("flash_attn", (8, 0))),
+    ("flash-3", "FlashAttention 3", _lacks("flash_attn_interface", (9, 0), (9, 0))),
+    ("flash-4", "FlashAttention 4", _lacks("flash_attn.cute", (9, 0))),
+    ("flash-eager", "the eager twin of FlashAttention: online softmax by key tiles", lambda: None),
+):
+    register(f"attention/{_name}", Label.EXACT_MATH, f"{_words}: the same formula, sums in another order", _why)
+for _name, _words, _why in (
+    ("sage-1", "SageAttention 1: q and k in INT8, values in fp16", _lacks("sageattention", (8, 0), (9, 0))),
+    ("sage-2", "SageAttention 2: q and k in INT8, values in fp16 or fp8", _lacks("sageattention", (8, 0))),
+    ("kitchen-int8", "comfy-kitchen's attention: q, k and values in INT8", _kitchen_lacks),
+    ("int8-eager", "the eager twin of SageAttention: q and k rounded to INT8", lambda: None),
+):
+    register(f"attention/{_name}", _APPROXIMATE, _words, _why)
+register("accelerator/sparse", _APPROXIMATE, "picture rows attend to a chosen share of the picture's blocks")
+register("accelerator/block-cache", _APPROXIMATE, "all blocks but the first left out where the first changed little")
+register("accelerator/forecast", _APPROXIMATE, "forwards left out, their last hidden state foretold by regression")
+register("accelerator/compile", Label.EXACT_MATH, "blocks compiled by torch.compile: sums may be ordered anew")
+register("accelerator/few-step", _APPROXIMATE, "the forwards and shifts that a few-step LoRA was trained for")
 register("chunks/canonical", _LOSSLESS, "fixed row chunks and head groups, the same on every card: the baseline's")
 register("chunks/smaller", Label.EXACT_MATH, "smaller row chunks and head groups, where the canonical ones do not fit")
 register("refiner/once", _LOSSLESS, "text rows are refined once a request: a constant is computed once")
 register("modulation/tables", _LOSSLESS, "AdaLN rows computed before the loop, by the same fixed batches")
 register("modulation/by-forward", _LOSSLESS, "AdaLN rows computed in each forward, by the same fixed batches")
 register("solver/euler", _LOSSLESS, "the reference's sampler, both streams on their own grids")
+register("solver/second-order", _APPROXIMATE, "Adams-Bashforth of second order: another path to the same end point")
 register("schedule/reference", _LOSSLESS, "49 forwards, shifts 12 and 3: the release's schedule")
 register("schedule/steps", _APPROXIMATE, "a forward count other than the release's 49 walks another path")
 register("schedule/shifts", _APPROXIMATE, "shifts other than 12 (picture) and 3 (sound) walk another path")

@@ -21,6 +21,7 @@ from .lora import Lora
 from .memory.rows import RenderSizes
 from .models.attention import CANONICAL
 from .render import LabelFacts, beyond_of, casts_up, reasons_of
+from .solvers import SOLVERS
 from .text.encoder import open_weights
 
 
@@ -29,7 +30,8 @@ class Foreseen:
     """A render as a graph describes it. ``sizes``: canvas, guides, references, masks, schedule. ``conditions``: infos
     of the parts that encode its prompt and pictures; ``foreign``: names of what another program encodes beside the
     prompt; ``kept``: the dtype of a prompt that comes from a file ("" when it is encoded anew); ``state``: it goes on
-    from a saved state; ``beyond``: what else the reference does not have; ``plan_paths``: what its plan chose."""
+    from a saved state; ``beyond``: what else the reference does not have; ``plan_paths``: what its plan chose;
+    ``ways``: paths of its solver and accelerators (none: the baseline's)."""
 
     sizes: RenderSizes
     conditions: Mapping[str, CheckpointInfo] = field(default_factory=dict)
@@ -40,6 +42,7 @@ class Foreseen:
     state: bool = False
     beyond: tuple[str, ...] = ()
     plan_paths: tuple[str, ...] = ()
+    ways: tuple[str, ...] = ()
 
 
 def describe_part(part: Part) -> CheckpointInfo:
@@ -103,6 +106,7 @@ def foresee(dit: Part, info: CheckpointInfo, job: Foreseen) -> Fidelity:
         sizes.num_forwards,
         sizes.shifts,
         job.state,
+        ways=job.ways or (SOLVERS["euler"].path,),
     )
     stop = sizes.num_forwards if sizes.stop is None else sizes.stop
     beyond = beyond_of(

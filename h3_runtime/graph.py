@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .accelerators import Accelerator, build
 from .checkpoint.info import CheckpointInfo
 from .checkpoint.load import open_dit
 from .checkpoint.opening import find_partition, open_checkpoint, wrong_partition
@@ -74,6 +75,7 @@ class Part:
         self._models = models
         self.size = 0  # bytes of its files
         self.planned_rows = 0  # the longest sequence that the plan has placed this DiT for
+        self.planned_beside: frozenset = frozenset()  # the accelerators that it was placed beside
         self.root: Part = self  # the part without LoRAs, which shares the weights
         self.evictable = None  # a host's note of the root, kept as long as it
 
@@ -244,6 +246,7 @@ def plan_sizes(
     vram_gib: float = 0.0,
     ram_gib: float = 0.0,
     freed: tuple[int, int] = (0, 0),
+    accelerators: Sequence[Accelerator] = (),
 ) -> Plan:
     """What a render of these sizes takes with this DiT of ``weights``, before any are read.
 
@@ -259,7 +262,7 @@ def plan_sizes(
         card = replace(card, free=min(card.total, card.free + freed[0]))
     if vram_gib:
         card = Card.given(vram_gib, card)
-    return plan(sizes, weights, card or probe_cpu(host), host)
+    return plan(sizes, weights, card or probe_cpu(host), host, accelerators)
 
 
 def settle_placement(dit: Part, job: RenderJob) -> list[str]:
@@ -270,12 +273,13 @@ def settle_placement(dit: Part, job: RenderJob) -> list[str]:
     if settled or dit.device.type != "cuda":
         return []
     sizes = RenderSizes.of_job(job)
-    rows = sizes.layout().num_rows
-    if dit.loaded and rows <= root.planned_rows:
+    rows, beside = sizes.layout().num_rows, frozenset(job.accelerators)
+    if dit.loaded and rows <= root.planned_rows and beside <= root.planned_beside:
         return []
     dit.release()
-    notes = models.follow(plan_sizes(dit, sizes, weights_of_parts(dit)))
-    root.planned_rows = rows
+    accelerators = build(job.accelerators)
+    notes = models.follow(plan_sizes(dit, sizes, weights_of_parts(dit), accelerators=accelerators))
+    root.planned_rows, root.planned_beside = rows, beside
     return notes
 
 
@@ -414,7 +418,7 @@ def run_job(
         watch=watcher.watch,
     )
     done = time.perf_counter()
-    notes = [*origin.notes, *planned, *dit.described(), *dit.warnings(job), *stepped]
+    notes = [*origin.notes, *planned, *dit.described(), *dit.warnings(job), *stepped, *sampled.notes]
     if warning := wrong_partition(dit.partition, job.task):
         notes.append(warning)
     notes += found

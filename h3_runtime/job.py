@@ -26,13 +26,13 @@ from torch import Tensor
 from .errors import H3Error, NonFiniteError
 from .geometry import AUDIO_CHANNELS, AUDIO_HOP, Canvas, audio_samples, frame_groups, is_number, is_whole
 from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, Schedule, check_seed, plan_schedule
+from .solvers import SOLVERS
 
 VIDEO_CHANNELS = 24
 AUDIO_LATENT_CHANNELS = 32
 MASK_LEVELS = 256
 MODALITY_VIDEO, MODALITY_TEXT, MODALITY_AUDIO = 0, 1, 2
 TASKS = ("t2va", "fl2va", "ref2va")
-SOLVERS = ("euler",)
 REFERENCE_KINDS = ("image", "video", "video_audio", "audio")
 
 

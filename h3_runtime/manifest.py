@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from .accelerators import spec_of
 from .errors import H3Error
 from .guides import with_size
 from .media import read_metadata
@@ -41,6 +42,8 @@ PLAIN_FIELDS = (
     "quantise",
     "exclude",
     "tile_batch",
+    "solver",
+    "few_step",
 )
 
 
@@ -102,6 +105,7 @@ def describe_request(request: RenderRequest, result: RenderResult) -> dict:
         {**_describe_media(r.media), "kind": r.kind, "sound": r.sound, "fps": r.fps} for r in request.references
     ]
     described["loras"] = [{**_describe_media(lora.media), "strength": lora.strength} for lora in request.loras]
+    described["accelerators"] = [[name, dict(options)] for name, options in request.accelerators]
     mask, sound = request.mask, request.sound_mask
     described["mask"] = _describe_media(mask) if isinstance(mask, Media) else mask
     if isinstance(sound, SoundMask):
@@ -184,6 +188,7 @@ def _request_from(asked: dict, find: Callable[[dict | None], Media | None]) -> R
         sound = SoundMask(ranges=ranges, curve=curve, feather=sound["feather"])
     plain = {name: asked[name] for name in PLAIN_FIELDS if name in asked}
     plain |= {"size": tuple(asked["size"]), "exclude": tuple(asked.get("exclude", ()))}
+    plain["accelerators"] = tuple(spec_of(name, **options) for name, options in asked.get("accelerators", ()))
     return RenderRequest(
         **plain,
         first_frame=find(asked["first_frame"]),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 
+from .accelerate_command import add_acceleration_options
 from .errors import H3Error
 from .weight_commands import add_quantise_options
 
@@ -40,6 +41,7 @@ def add_plan(commands) -> argparse.ArgumentParser:
     model.add_argument("--converted", metavar="DIR", help="as for render: transformed blocks are kept in a file there")
     model.add_argument("--lora", action="append", default=[], metavar="FILE", help="a LoRA beside the weights")
     add_quantise_options(model)
+    add_acceleration_options(command.add_argument_group("faster: what it holds is counted"))
     command.set_defaults(run=run_plan)
     return command
 
@@ -47,6 +49,7 @@ def add_plan(commands) -> argparse.ArgumentParser:
 def run_plan(arguments, say) -> tuple[list[dict], int]:
     from dataclasses import replace
 
+    from .accelerators.presets import accelerate
     from .memory.plan import plan
     from .memory.plan_lines import plan_lines, plan_results
 
@@ -54,7 +57,7 @@ def run_plan(arguments, say) -> tuple[list[dict], int]:
     weights, place = _weights(arguments, "ref2va" if sizes.references else "fl2va" if sizes.guides else "t2va")
     card, host = _machine(arguments, place)
     host = replace(host, converted=arguments.converted or "").with_transforms(weights.dit.transforms)
-    made = plan(sizes, weights, card, host)
+    made = plan(sizes, weights, card, host, accelerate(arguments.accelerate, arguments.preset).built())
     for note in sizes.canvas.notes:
         say(f"note: {note}")
     for line in plan_lines(made):

@@ -152,7 +152,7 @@ class KeptState:
         self.state: RunState | None = None
 
     def save(self, done: int, finished: bool, latent: AVLatent, accelerators: Sequence[Accelerator] = ()) -> None:
-        states = {a.name: {key: tensor.clone() for key, tensor in a.state().items()} for a in accelerators}
+        states = {a.name: {key: tensor.to("cpu", copy=True) for key, tensor in a.state().items()} for a in accelerators}
         self.state = RunState(done, finished, latent, states)
 
     def load(self) -> RunState | None:

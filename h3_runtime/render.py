@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from . import __version__
+from .accelerators import build, checked, few_step
 from .checkpoint.info import CheckpointInfo
 from .checkpoint.kept import versions
 from .checkpoint.opening import wrong_partition
@@ -40,6 +41,7 @@ from .references import PixelEncoder
 from .request import RenderRequest
 from .sampler import SampleResult
 from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, Schedule, plan_schedule
+from .solvers import SOLVERS
 from .text.conditions import ConditionRecord, MadeCondition, describe_shown
 from .text.embeddings import resolve_prompt
 from .text.encoder import open_weights
@@ -75,7 +77,8 @@ class RenderResult:
 
     @property
     def dit_calls(self) -> int:
-        return len(self.step_seconds)
+        """Forwards of this process that ran the DiT to its last block."""
+        return self.stats.get("dit_calls", len(self.step_seconds))
 
 
 def render_request(
@@ -86,8 +89,10 @@ def render_request(
     recovery: RecoveryFolder | None = None,
     resume: bool | None = None,
     tell: Callable[[str], None] = lambda sentence: None,
+    said: Sequence[str] = (),
 ) -> RenderResult:
     """Run ``request`` up to its latent. H3Error before any weights are read for what cannot be used.
+    ``said`` are sentences about how the request was made, for its notes.
 
     With ``recovery`` the state is saved after every forward, and what an earlier process left of exactly this job is
     taken up; ``resume`` True also says when there is nothing, False starts over. ``tell`` is given at once what was
@@ -99,7 +104,7 @@ def render_request(
         check_options(request)
         placement = place(request)
         task = placement.task
-        notes = [*placement.notes, *check_request(request, placement, models, task)]
+        notes = [*said, *placement.notes, *check_request(request, placement, models, task)]
         notes += choose_placement(request, placement, models)
     latents = models.caches.latents
     kept, missed = latents.hits, latents.misses
@@ -129,7 +134,7 @@ def render_request(
         notes += stepped
     models.done("dit")
     fidelity = label(job, sampled, models, condition)
-    notes += job.text.notes
+    notes += [*job.text.notes, *sampled.notes]
     for part, info in models.infos.items():
         notes += [f"{part}: {note}" for note in info.notes]
         if part == "dit" and (warning := wrong_partition(info.partition, task)):
@@ -172,7 +177,14 @@ def choose_placement(request: RenderRequest, placed: Placement, models: Models) 
     host = probe_host().with_disk(models.parts.dit_for(placed.task).path)
     host = replace(host, converted=models.loading.converted)
     made = plan_request(
-        request, models.parts, probe_card(device), host, placed, models.loading.loras, (), models.layout
+        request,
+        models.parts,
+        probe_card(device),
+        host,
+        placed,
+        models.loading.loras,
+        build(request.accelerators),
+        models.layout,
     )
     return models.follow(made)
 
@@ -219,6 +231,9 @@ def find_run(
 
 def check_options(request: RenderRequest) -> Schedule:
     """What can be seen of a request before its media are read."""
+    build(request.accelerators)
+    if request.solver not in SOLVERS:
+        raise H3Error(f"solver {request.solver!r} is not built: choose one of {', '.join(SOLVERS)}")
     schedule = plan_schedule(
         request.num_forwards, request.denoise, request.start, request.stop, request.video_shift, request.audio_shift
     )
@@ -400,8 +415,10 @@ def encode(
         start=request.start,
         stop=request.stop,
         denoise=request.denoise,
+        solver=request.solver,
         video_shift=request.video_shift,
         audio_shift=request.audio_shift,
+        accelerators=checked(request.accelerators),
         request=request,
     )
 
@@ -433,7 +450,7 @@ class LabelFacts:
     """All of a render that its label is made from, known after it ran or foreseen before.
 
     ``condition``: paths that made the text rows; ``cast``: the DiT's weights are cast up to float32; ``state``: it goes
-    on from a saved state.
+    on from a saved state; ``ways``: paths of its solver and of what makes it faster.
     """
 
     infos: Mapping[str, CheckpointInfo]
@@ -446,12 +463,13 @@ class LabelFacts:
     shifts: tuple[float, float] = (VIDEO_SHIFT, AUDIO_SHIFT)
     state: bool = False
     tile_batch: int = 1
+    ways: tuple[str, ...] = (SOLVERS["euler"].path,)
 
     def fidelity(self, beyond: Iterable[str] = ()) -> Fidelity:
         """The label. A checkpoint that is itself approximate makes every render so."""
         names = ["dit/float32" if self.cast else "dit/stored", *self.condition]
         names += ["chunks/canonical" if self.canonical else "chunks/smaller"]
-        names += ["attention/sdpa", "refiner/once", "solver/euler", f"recipe/{self.recipe}"]
+        names += ["attention/sdpa", "refiner/once", *self.ways, f"recipe/{self.recipe}"]
         names += ["modulation/tables" if self.tables else "modulation/by-forward"]
         steps, shifts = self.num_forwards == DEFAULT_FORWARDS, self.shifts == (VIDEO_SHIFT, AUDIO_SHIFT)
         names += [] if steps else ["schedule/steps"]
@@ -473,6 +491,12 @@ def reasons_of(infos: Iterable[CheckpointInfo]) -> dict[str, str]:
         for path in info.paths
         if not path.startswith("kernel/")
     }
+
+
+def ways_of(job: RenderJob, accelerated: Iterable[str]) -> tuple[str, ...]:
+    """Paths of a job's solver, of a few-step LoRA's settings, and of its accelerators."""
+    few = [] if job.request is None or job.request.few_step is None else [few_step.PATH]
+    return (SOLVERS[job.solver].path, *accelerated, *few)
 
 
 def casts_up(models: Models, dit: CheckpointInfo | None) -> bool:
@@ -504,6 +528,7 @@ def label(
         (job.video_shift, job.audio_shift),
         job.state is not None,
         1 if job.request is None else job.request.tile_batch,
+        ways_of(job, sampled.paths),
     ).fidelity(beyond)
 
 

@@ -273,6 +273,8 @@ class RenderRequest:
     ``quantise`` names a way to quantise the DiT's block linears while loading, or parts with theirs
     (``dit=int8_convrot,text=fp8,video_vae=int8``), all but those ``exclude`` names (``text:PATTERN``).
     ``tile_batch`` tiles of the picture are decoded at once.
+    ``accelerators`` are specs, (name, ((option, value), ...)); ``few_step`` names the few-step LoRA's preset that set
+    forwards and shifts, where one did.
     """
 
     prompt: str
@@ -302,6 +304,9 @@ class RenderRequest:
     quantise: str | None = None
     exclude: tuple[str, ...] = ()
     tile_batch: int = 1
+    accelerators: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
+    solver: str = "euler"
+    few_step: str | None = None
 
     def __post_init__(self):
         if not (is_whole(self.tile_batch) and 1 <= self.tile_batch <= MAX_TILE_BATCH):

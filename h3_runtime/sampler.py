@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .accelerators import Accelerator, fold
+from .accelerators import Accelerator, build, fold
 from .errors import H3Error, NonFiniteError
 from .job import AUDIO_LATENT_CHANNELS, VIDEO_CHANNELS, AVLatent, RenderJob
 from .layout import PackedLayout, audio_to_rows, patchify_video, rows_to_audio, unpatchify_video
@@ -29,7 +29,8 @@ from .models.attention import dense_attention, rotary_table
 from .models.dit import DiT, ForwardContext
 from .models.precision import exact_float32, is_finite
 from .recovery import RunRecovery
-from .schedule import CONDITION_TIMESTEP, euler_step, mix, start_point
+from .schedule import CONDITION_TIMESTEP, mix, start_point
+from .solvers import SOLVERS, Sigmas, Solver
 from .steps import StepPlan, Steps, on_device, plan_steps
 
 
@@ -53,7 +54,8 @@ class Noise(NamedTuple):
 @dataclass(frozen=True)
 class SampleResult:
     """``latent`` is clean when ``finished``, else the noisy state after the last forward. ``dit_calls`` counts the
-    forwards of this process; ``resumed_after`` says how many an earlier one had done."""
+    forwards of this process that ran the DiT to its last block; ``resumed_after`` says how many forwards an earlier
+    process had done."""
 
     latent: AVLatent
     finished: bool
@@ -63,6 +65,8 @@ class SampleResult:
     tables_before_loop: bool
     resumed_after: int | None = None
     stats: dict = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()  # registered paths of the accelerators, as they ran
 
 
 def draw_noise(job: RenderJob) -> Noise:
@@ -144,16 +148,18 @@ class VelocityModel:
         self.dit, self.layout = dit, layout
         self.layers = layers or DiTLayers.resident(dit.blocks)
         self.last = steps.forwards[-1].index
-        self.accelerated = bool(accelerators)
+        self.certain = not any(accelerator.leaves_out_blocks for accelerator in accelerators)
         self.text_rows = text_rows
         self.conditions = [(a, b, is_video, rows.to(dit.device)) for a, b, is_video, rows in conditions]
         self.tables = ModulationTables(dit, steps, self.layers.adaln)
         self.rotary = rotary_table(layout.positions, dit.rope.inv_freq, dit.dtype)
         self.attention = fold(accelerators, "wrap_attention", dense_attention)
+        self.layer = fold(accelerators, "wrap_layer", _run_layer)
         self.block = fold(accelerators, "wrap_block", self._block)
         self.blocks = fold(accelerators, "wrap_blocks", self._blocks)
         self.velocity = fold(accelerators, "wrap_velocity", self._velocity)
         self.poll = poll
+        self.calls = 0  # forwards that ran the last block
 
     def embed(self, rows: Rows) -> Tensor:
         """h [S, hidden]: text rows, held condition rows and the target's rows, projected."""
@@ -173,8 +179,8 @@ class VelocityModel:
         return Rows(self.dit.run_heads(h, final, step.video_runs, video=True), audio)
 
     def _blocks(self, h: Tensor, step: StepPlan, start: int, stop: int) -> Tensor:
-        # without accelerators the next forward certainly begins with block 0: its copy may start during this one's end
-        again = None if self.accelerated or step.index == self.last else 0
+        # where no block is left out the next forward begins with block 0: its copy may start during this one's end
+        again = 0 if self.certain and step.index != self.last else None
         self.layers.blocks.announce(start, stop, again)
         if self.tables.blocks is None:
             self.layers.adaln.announce(start, stop, again)
@@ -182,31 +188,37 @@ class VelocityModel:
             if self.poll is not None:
                 self.poll()
             h = self.block(index, h, step)
+        self.calls += stop == self.dit.config.layers
         return h
 
     def _block(self, index: int, h: Tensor, step: StepPlan) -> Tensor:
         context = ForwardContext(
             step.index, step.runs, self.rotary, self.attention, lambda i: self.tables.block(i, step), self.layers.chunks
         )
-        return self.layers.blocks(index, index, h, context)
+        with self.layers.blocks.use(index) as forward:
+            return self.layer(forward, index, h, context)
+
+
+def _run_layer(forward: Callable, index: int, h: Tensor, context: ForwardContext) -> Tensor:
+    return forward(index, h, context)
 
 
 class _Stream:
     """One stream of the loop: its rows, and how masks feed, move and restore them."""
 
-    def __init__(self, rows: Tensor, source: Tensor | None, noise: Tensor, mask: Tensor | None, kept_timestep: float):
-        self.rows, self.mask = rows, mask
+    def __init__(self, kind: str, rows: Tensor, source: Tensor | None, noise: Tensor, mask: Tensor | None):
+        self.kind, self.rows, self.mask = kind, rows, mask
         self.fed = None
         if mask is not None:
-            kept = source if kept_timestep == 1.0 else mix(source, noise, kept_timestep)
+            kept = source if kind == "audio" else mix(source, noise, CONDITION_TIMESTEP)
             self.fed = (mask == 0, kept)
 
     def feed(self) -> Tensor:
         """What the model is shown: kept tokens at their own clean (or 0.999) level, the rest as they stand."""
         return self.rows if self.fed is None else torch.where(*self.fed, self.rows)
 
-    def step(self, velocity: Tensor, sigma: float, sigma_next: float) -> None:
-        self.rows = euler_step(self.rows, velocity, sigma, sigma_next, self.mask)
+    def step(self, solver: Solver, velocity: Tensor, sigma: float, sigma_next: float) -> None:
+        self.rows = solver.step(self.kind, self.rows, velocity, Sigmas(sigma, sigma_next), self.mask)
 
 
 @torch.no_grad()
@@ -226,6 +238,7 @@ def sample(
     ``progress(done, total, seconds)`` is called after each; ``poll()`` before each block (it may raise to cancel).
     ``watch(denoised)`` may look, after each forward, at the clip it was heading for: ``denoised()`` gives the picture
     [1, 24, T, h, w]; it changes nothing.
+    The job's accelerators are built here, before those given.
     With ``recovery``, the state is saved after each forward and a run found there goes on from its last one, bit for
     bit. ``layers`` says where the blocks' weights come from (default: the module's own). Raises NonFiniteError at the
     forward where a latent stops being finite.
@@ -235,6 +248,9 @@ def sample(
             f"the text condition is {job.text.hidden.shape[1]} wide and the DiT reads {dit.config.text_dim}: "
             "they belong to different models; use the text encoder of this checkpoint"
         )
+    accelerators = [*build(job.accelerators), *accelerators]
+    solver = SOLVERS[job.solver]()
+    kept = [*accelerators, solver]  # what recovery saves beside the streams
     layout = PackedLayout.of(job.text.tags, job.canvas, job.guides, job.references)
     schedule = job.schedule
     steps = plan_steps(layout, schedule, job.masks)
@@ -252,7 +268,7 @@ def sample(
         poll,
         layers,
     )
-    resumed = _take_up(recovery, job, video, audio, accelerators)
+    resumed = _take_up(recovery, job, video, audio, kept)
     forwards = [plan for plan in steps.forwards if plan.index >= resumed]
     seconds = []
     for done, plan in enumerate(forwards, start=1 + len(steps.forwards) - len(forwards)):
@@ -260,12 +276,12 @@ def sample(
         step = on_device(plan, dit.device)
         velocity = model.velocity(Rows(video.feed(), audio.feed()), step)
         before = None if watch is None else video.rows
-        video.step(velocity.video, step.video_sigma, step.video_sigma_next)
-        audio.step(velocity.audio, step.audio_sigma, step.audio_sigma_next)
+        video.step(solver, velocity.video, step.video_sigma, step.video_sigma_next)
+        audio.step(solver, velocity.audio, step.audio_sigma, step.audio_sigma_next)
         _require_finite(video.rows, audio.rows, plan.index, job.num_forwards)
         seconds.append(time.perf_counter() - began)
         if recovery is not None:
-            recovery.save(plan.index + 1, False, _latent(job, video.rows, audio.rows), accelerators)
+            recovery.save(plan.index + 1, False, _latent(job, video.rows, audio.rows), kept)
         if progress is not None:
             progress(done, len(steps.forwards), seconds[-1])
         if watch is not None:
@@ -274,16 +290,18 @@ def sample(
     if schedule.reaches_zero:
         latent = restore_kept(job, latent)
     if recovery is not None:
-        recovery.save(schedule.stop, schedule.reaches_zero, latent, accelerators)
+        recovery.save(schedule.stop, schedule.reaches_zero, latent, kept)
     return SampleResult(
         latent=latent,
         finished=schedule.reaches_zero,
-        dit_calls=len(seconds),
+        dit_calls=model.calls,
         step_seconds=tuple(seconds),
         num_rows=layout.num_rows,
         tables_before_loop=steps.tables_before_loop,
         resumed_after=resumed if resumed > schedule.start else None,
         stats={accelerator.name: accelerator.stats() for accelerator in accelerators},
+        notes=tuple(note for accelerator in accelerators for note in accelerator.notes()),
+        paths=tuple(path for accelerator in accelerators for path in accelerator.paths()),
     )
 
 
@@ -300,17 +318,17 @@ def _take_up(
     job: RenderJob,
     video: _Stream,
     audio: _Stream,
-    accelerators: Sequence[Accelerator],
+    kept: Sequence[Accelerator | Solver],
 ) -> int:
-    """Put a saved state into the streams and accelerators; returns the first forward that is still to run."""
+    """Put a saved state into the streams, accelerators and solver; returns the first forward that is still to run."""
     start = job.schedule.start
     state = None if recovery is None else recovery.load()
     if state is None or not start < state.done <= job.schedule.stop:
         return start
     video.rows = patchify_video(state.latent.video).to(video.rows.device)
     audio.rows = audio_to_rows(state.latent.audio).to(audio.rows.device)
-    for accelerator in accelerators:
-        accelerator.restore(state.accelerators.get(accelerator.name, {}))
+    for one in kept:
+        one.restore(state.accelerators.get(one.name, {}))
     return state.done
 
 
@@ -319,9 +337,9 @@ def _streams(job: RenderJob, noise: Noise, device: torch.device) -> tuple[_Strea
     video_mask = None if masks is None else masks.video_tokens
     audio_mask = None if masks is None else masks.audio_tokens
     made = []
-    for kind, mask, drawn, sigma, kept in (
-        ("video", video_mask, patchify_video(noise.video), schedule.video[schedule.start], CONDITION_TIMESTEP),
-        ("audio", audio_mask, noise.audio, schedule.audio[schedule.start], 1.0),
+    for kind, mask, drawn, sigma in (
+        ("video", video_mask, patchify_video(noise.video), schedule.video[schedule.start]),
+        ("audio", audio_mask, noise.audio, schedule.audio[schedule.start]),
     ):
         to_rows = patchify_video if kind == "video" else audio_to_rows
         source = None if job.source is None else to_rows(getattr(job.source, kind).cpu())
@@ -330,7 +348,7 @@ def _streams(job: RenderJob, noise: Noise, device: torch.device) -> tuple[_Strea
             rows = to_rows(getattr(job.state, kind).cpu())
         else:
             rows = start_point(None if schedule.from_noise and mask is None else source, drawn, sigma, mask)
-        made.append(_Stream(*(None if x is None else x.to(device) for x in (rows, source, drawn, mask)), kept))
+        made.append(_Stream(kind, *(None if x is None else x.to(device) for x in (rows, source, drawn, mask))))
     return made[0], made[1]
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from . import host
+from .accelerate import acceleration_of
 from .load import CARRIED, carried_folder, file_stamp, foreseen_part
 from .upstream import Step, Upstream
 from .upstream_condition import CONDITIONS, condition_of
@@ -46,12 +47,16 @@ def described_with_loras(dit):
 
 def render_of(up: Upstream, step: Step):
     """(DiT, Foreseen, encoder and VAEs that encode its conditions) of a sampler. H3Error where it cannot run."""
-    from ..h3_runtime import Foreseen, H3Error, RenderSizes, gradient_levels, prompt_rows
+    from ..h3_runtime import Foreseen, H3Error, RenderSizes, ScheduleSettings, gradient_levels, prompt_rows
 
     given = step.inputs
     dit = up.model(given)
     if dit is None:
         raise H3Error("no model of H3 Load Model is connected: what the render takes is not known")
+    acceleration = acceleration_of(up, given)
+    widgets = (("steps", 49), ("video_shift", 12.0), ("audio_shift", 3.0))
+    asked = ScheduleSettings(*(type(default)(up.value(given, name, default)) for name, default in widgets))
+    schedule, _, _ = acceleration.settle([lora.path for lora in dit.loras], asked)
     seen = up.latent(given, frames=int(up.value(given, "frames", 124)))
     condition = condition_of(up, given, seen.canvas)
     needed = "ref2va" if condition.references else "fl2va"
@@ -68,11 +73,11 @@ def render_of(up: Upstream, step: Step):
         video_levels=levels,
         sound_levels=levels,
         has_source=seen.has_clip and bool(levels or start or denoise < 1),
-        num_forwards=int(up.value(given, "steps", 49)),
+        num_forwards=schedule.num_forwards,
         start=start,
         stop=int(up.value(given, "stop_step", 0)) or None,
         denoise=denoise,
-        shifts=(float(up.value(given, "video_shift", 12.0)), float(up.value(given, "audio_shift", 3.0))),
+        shifts=(schedule.video_shift, schedule.audio_shift),
         text_rows=condition.text_rows,
         text_vision=condition.text_rows is not None and bool(condition.guides or condition.references),
         **rows,
@@ -87,6 +92,7 @@ def render_of(up: Upstream, step: Step):
         kept=condition.kept,
         state=seen.state,
         beyond=condition.beyond,
+        ways=acceleration.ways,
     )
     return dit, job, condition.parts
 
@@ -106,7 +112,8 @@ def plan_of(up: Upstream, step: Step, vram_gib: float = 0.0, ram_gib: float = 0.
         else:
             others[kind] = part
     weights = weights_beside(dit, tuple(others.values()))
-    return plan_sizes(dit, job.sizes, weights, vram_gib, ram_gib, host.freed_for(dit.device))
+    freed, accelerators = host.freed_for(dit.device), acceleration_of(up, step.inputs).built()
+    return plan_sizes(dit, job.sizes, weights, vram_gib, ram_gib, freed, accelerators)
 
 
 def foreseen_label(up: Upstream, step: Step):

@@ -8,7 +8,7 @@ widgets ─Settings────────────┘
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .av_latent import TakenLatent, take_latent
@@ -17,7 +17,7 @@ from .conditioning import TakenCondition, take_condition
 
 @dataclass(frozen=True)
 class Settings:
-    """The sampler's widgets. ``stop`` 0: to the end."""
+    """The sampler's widgets. ``stop`` 0: to the end; ``acceleration`` the runtime's Acceleration, or None."""
 
     seed: int = 0
     steps: int = 49
@@ -27,6 +27,7 @@ class Settings:
     video_shift: float = 12.0
     audio_shift: float = 3.0
     frames: int = 124
+    acceleration: Any = None
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,10 @@ def make_job(positive: list, latent: dict, settings: Settings, model) -> GraphJo
     taken = take_latent(latent, settings.frames)
     condition = take_condition(positive, taken.canvas)
     notes = [*taken.canvas.notes, *taken.notes, *condition.notes, *condition.text.notes]
+    settings, few_step, said = _accelerated(settings, model)
+    notes += said
     source, state = _source_and_state(taken, settings, notes)
-    request = _request(condition, taken, settings, model, (source, state))
+    request = _request(condition, taken, settings, model, (source, state), few_step)
     job = RenderJob(
         canvas=taken.canvas,
         text=condition.text,
@@ -63,10 +66,24 @@ def make_job(positive: list, latent: dict, settings: Settings, model) -> GraphJo
         denoise=settings.denoise,
         video_shift=settings.video_shift,
         audio_shift=settings.audio_shift,
+        accelerators=request.accelerators,
+        solver=request.solver,
         request=request,
     )
     origin = Origin(condition.infos, condition.made, condition.foreign, tuple(notes))
     return GraphJob(job, request, origin, taken)
+
+
+def _accelerated(settings: Settings, model) -> tuple:
+    """(settings with the schedule of a few-step LoRA where that is asked for, the name of its preset, sentences)."""
+    from ..h3_runtime import ScheduleSettings
+
+    if settings.acceleration is None:
+        return settings, None, []
+    asked = ScheduleSettings(settings.steps, settings.video_shift, settings.audio_shift)
+    schedule, name, notes = settings.acceleration.settle([lora.path for lora in model.loras], asked)
+    shifts = {"video_shift": schedule.video_shift, "audio_shift": schedule.audio_shift}
+    return replace(settings, steps=schedule.num_forwards, **shifts), name, notes
 
 
 def _source_and_state(taken: TakenLatent, settings: Settings, notes: list[str]):
@@ -120,7 +137,7 @@ def _check_sigma(carried, settings: Settings) -> None:
         )
 
 
-def _request(condition: TakenCondition, taken: TakenLatent, settings: Settings, model, clips: tuple):
+def _request(condition: TakenCondition, taken: TakenLatent, settings: Settings, model, clips: tuple, few_step):
     """What was asked for, as the manifest tells it: media by name and hash."""
     from ..h3_runtime import GuideRequest, LoraRequest, Media, PastMedia, RenderRequest
 
@@ -157,6 +174,9 @@ def _request(condition: TakenCondition, taken: TakenLatent, settings: Settings, 
         loras=tuple(LoraRequest(Media(str(lora.path)), lora.strength) for lora in model.loras),
         quantise=model.models.loading.quantise,
         recipe=condition.recipe,
+        accelerators=() if settings.acceleration is None else settings.acceleration.accelerators,
+        solver="euler" if settings.acceleration is None else settings.acceleration.solver,
+        few_step=few_step,
         **named,
     )
 

@@ -10,7 +10,7 @@ from .av_latent import take_latent
 from .jobs import Settings, make_job
 from .load import CARRIED, carried_folder, host_model_refused, open_part, require_model
 from .render import FOLDER
-from .sockets import LOADER, H3Model, Node, io, wrong_type
+from .sockets import LOADER, H3Acceleration, H3Model, Node, io, wrong_type
 from .stand_ins import is_ours
 
 
@@ -55,6 +55,9 @@ class MemoryPlan(Node):
                     step=1.0,
                     tooltip="Plan for this much main memory; 0: this machine's.",
                 ),
+                H3Acceleration.Input(
+                    "acceleration", optional=True, tooltip="From H3 Accelerate: what it holds is counted."
+                ),
             ],
             outputs=[io.String.Output("plan", display_name="plan", tooltip="The plan as text.")],
             hidden=[io.Hidden.unique_id],
@@ -64,7 +67,7 @@ class MemoryPlan(Node):
     @classmethod
     def validate_inputs(cls, input_types):
         wanted = {"model": "H3_MODEL", "latent": "LATENT", "positive": "CONDITIONING"}
-        wanted |= {"video_vae": "VAE", "audio_vae": "VAE"}
+        wanted |= {"video_vae": "VAE", "audio_vae": "VAE", "acceleration": "H3_ACCELERATION"}
         return wrong_type(input_types, wanted, {"model": host_model_refused()})
 
     @classmethod
@@ -80,8 +83,9 @@ class MemoryPlan(Node):
             sizes = RenderSizes.of_job(make_job(positive, latent, Settings(steps=steps), model).job)
         vaes = [options.get(name) for name in ("video_vae", "audio_vae")]
         others = beside_carried(model) + [vae.part for vae in vaes if is_ours(vae)]
+        gib, asked = (options.get("vram_gib", 0.0), options.get("ram_gib", 0.0)), options.get("acceleration")
         weights = weights_of_parts(model, others)
-        made = plan_sizes(model, sizes, weights, options.get("vram_gib", 0.0), options.get("ram_gib", 0.0))
+        made = plan_sizes(model, sizes, weights, *gib, accelerators=[] if asked is None else asked.built())
         lines = plan_lines(made)
         ui = {"h3_plan": plan_results(made), "text": ["\n".join(lines)]}
         return cls.report(lines, "\n".join(lines), ui=ui, sound=made.fits)

@@ -11,7 +11,7 @@ from .av_latent import give_latent, take_latent
 from .jobs import Settings, make_job
 from .load import host_model_refused, require_model
 from .media import give_audio
-from .sockets import CATEGORY, LOADER, H3Model, Node, io, wrong_type
+from .sockets import CATEGORY, LOADER, H3Acceleration, H3Model, Node, io, wrong_type
 from .stand_ins import PictureAsVae, SoundAsVae, load_part, part_of
 
 FOLDER = f"{CATEGORY}/render"
@@ -123,6 +123,11 @@ class Sampler(Node):
                     tooltip="Keep the state of every step on disk, and go on from it when the same job is "
                     "queued again.",
                 ),
+                H3Acceleration.Input(
+                    "acceleration",
+                    optional=True,
+                    tooltip="From H3 Accelerate. Without it the sampler runs the baseline.",
+                ),
             ],
             outputs=[
                 io.Latent.Output(display_name="latent"),
@@ -136,6 +141,7 @@ class Sampler(Node):
     @classmethod
     def validate_inputs(cls, input_types):
         wanted = {"model": "H3_MODEL", "positive": "CONDITIONING", "latent": "LATENT"}
+        wanted["acceleration"] = "H3_ACCELERATION"
         return wrong_type(input_types, wanted, {"model": host_model_refused()})
 
     @classmethod
@@ -153,6 +159,7 @@ class Sampler(Node):
             video_shift=options.get("video_shift", 12.0),
             audio_shift=options.get("audio_shift", 3.0),
             frames=options.get("frames", 124),
+            acceleration=options.get("acceleration"),
         )
         made = make_job(positive, latent, settings, model)
         model.check(made.job)

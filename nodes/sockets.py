@@ -1,6 +1,7 @@
 """Sockets: the host's types, ours where it has none, and the shapes that travel on them.
 
 MODEL's place      H3_MODEL: a Part of the runtime (graph.py); the host's own MODEL is refused by name
+H3_ACCELERATION    the runtime's Acceleration: accelerators, solver, few-step settings
 CLIP, VAE          the host's types; our objects answer its calls (stand_ins.py)
 LATENT             {"samples": NestedTensor(video, audio)}; what we know of it rides under the key ``h3_runtime``
 everything else    the host's types as they are
@@ -21,10 +22,12 @@ LOADER = "H3 Load Model"
 GONE = "{} is gone: press R and choose another file"
 
 H3Model = io.Custom("H3_MODEL")
+H3Acceleration = io.Custom("H3_ACCELERATION")
 
 __all__ = [
     "CATEGORY",
     "LOADER",
+    "H3Acceleration",
     "H3Model",
     "Node",
     "Pair",

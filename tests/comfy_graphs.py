@@ -100,7 +100,8 @@ def minimal_graphs() -> dict[str, dict]:
         },
         "apart": {
             **base,
-            "sampler": sampler(),
+            "fast": node("H3RuntimeAccelerate", accelerator="second-order"),
+            "sampler": sampler(acceleration=["fast", 0]),
             "split": node("H3RuntimeSplitLatent", latent=["sampler", 0]),
             "together": node("H3RuntimeJoinLatent", picture=["split", 0], sound=["split", 1]),
             "save": decode("together"),
@@ -282,8 +283,31 @@ def full_files() -> dict:
     }
 
 
+def full_acceleration() -> dict:
+    chosen = {
+        "accelerator": "forecast",
+        "accelerator.calls": 0.5,
+        "accelerator.warmup": 1,
+        "accelerator.tail": 1,
+        "accelerator.degree": 1,
+        "accelerator.window": 2,
+        "accelerator.ridge": 0.001,
+        "accelerator.sound_limit": 10.0,
+        "accelerator.store": "ram",
+    }
+    return {
+        **prompted(),
+        "preset": node("H3RuntimeAccelerate", accelerator="preset", **{"accelerator.preset": "extra-high"}),
+        "forecast": node("H3RuntimeAccelerate", acceleration=["preset", 0], **chosen),
+        "second": node("H3RuntimeAccelerate", accelerator="second-order", acceleration=["forecast", 0]),
+        "sampler": sampler(steps=4, resume=False, acceleration=["second", 0]),
+        "plan": node("H3RuntimeMemoryPlan", model=["model", 0], latent=["empty", 0], acceleration=["second", 0]),
+        "save": saved(prefix="full/faster"),
+    }
+
+
 def full_graphs() -> dict[str, dict]:
-    made = (full_guides, full_masks, full_references, full_files)
+    made = (full_guides, full_masks, full_references, full_files, full_acceleration)
     return {make.__name__.removeprefix("full_"): make() for make in made}
 
 

@@ -88,7 +88,7 @@ class Holder(Accelerator):
     def __init__(self, per_row: int):
         self.per_row = per_row
 
-    def bytes(self, layout, config) -> int:
+    def bytes(self, layout, config, item=2) -> int:
         return self.per_row * layout.num_rows
 
     def prepare(self, dit, job, layout, steps) -> None:

@@ -70,7 +70,9 @@ class Pack:
                 for field, given in step["inputs"].items():
                     group, dot, inside = field.partition(".")
                     if dot:
-                        inputs.setdefault(group, {})[inside] = value(given)
+                        if not isinstance(inputs.setdefault(group, {}), dict):  # a combo whose choice has widgets
+                            inputs[group] = {group: inputs[group]}
+                        inputs[group][inside] = value(given)
                     else:
                         inputs[field] = value(given)
                 if step["class_type"] in NOT_THERE:

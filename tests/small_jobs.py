@@ -3,6 +3,7 @@
 small_dit(seed)   2 blocks, hidden 64, 3 heads of 32 (inner width 96, so that no mix-up of the two can hide)
 job(**changes)    96x64, 22 frames: 7 latents of 4x6 cells, 37 of sound, 5 text rows
 Crash, Inertia    what a kill is, in process; an accelerator whose lost state changes the result
+engaged(name)     an accelerator's spec under which it does something in a few forwards
 Probe             an accelerator that keeps what each forward is fed, counts, and may answer for the model
 """
 
@@ -14,7 +15,7 @@ from functools import cache
 import pytest
 import torch
 
-from h3_runtime.accelerators import Accelerator
+from h3_runtime.accelerators import Accelerator, spec_of
 from h3_runtime.geometry import Canvas
 from h3_runtime.job import AVLatent, RenderJob, TextCondition
 from h3_runtime.models.dit import MODALITIES, DiT, DiTConfig
@@ -161,6 +162,19 @@ class Inertia(Accelerator):
 
     def restore(self, state):
         self.last = state.get("last")
+
+
+ENGAGED = {  # options under which each does something on a job of a few forwards
+    "attention": {"kernel": "int8-eager"},
+    "sparse": {"keep": 0.5, "block": 4, "warmup": 1, "tail": 1},
+    "block-cache": {"video": 10.0, "audio": 10.0, "warmup": 2, "tail": 1},
+    "forecast": {"calls": 0.1, "warmup": 2, "tail": 1, "sound_limit": 10.0},
+    "compile": {"backend": "eager"},
+}
+
+
+def engaged(name: str) -> tuple:
+    return spec_of(name, **ENGAGED[name])
 
 
 def row_labels(step: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,15 +23,15 @@ PACKAGE = "h3_runtime"
 GROUPS = tuple(
     tuple(group.split())
     for group in (
-        "errors fidelity geometry schedule unfinished < models quant checkpoint/reader "
+        "errors fidelity geometry schedule solvers unfinished < models quant checkpoint/reader "
         "< request job media soundness mask_picture "
         "< layout < steps < checkpoint < lora memory/streaming memory/converted memory/probe memory/measure "
         "< memory/placement "
         "< text references encodings guides latents extend < accelerators < recovery < sampler decode "
         "< pressure memory/rows memory/weights memory/moments memory/moments_media memory/plan memory/plan_lines "
         "< model < render < manifest < save embed < graph < forecast < compare engines < demo "
-        "< verify bench bench_text bench_quant bench_card selftest inspection "
-        "weight_commands plan_command recover_command < cli < __main__"
+        "< verify bench bench_accelerators bench_text bench_quant bench_card selftest inspection "
+        "weight_commands accelerate_command plan_command recover_command < cli < __main__"
     ).split(" < ")
 )
 RANK = {entry: rank for rank, group in enumerate(GROUPS) for entry in group}

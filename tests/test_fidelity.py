@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from h3_runtime.accelerators import Accelerator
+from h3_runtime.accelerators import ACCELERATORS, KERNELS, Accelerator, spec_of
 from h3_runtime.checkpoint.load import load_audio_vae, load_dit, load_video_vae
 from h3_runtime.checkpoint.parts import find_parts
 from h3_runtime.demo.maker import make_model
 from h3_runtime.demo.text_maker import make_text_encoder
+from h3_runtime.errors import H3Error
 from h3_runtime.fidelity import REGISTRY, Label, compose, register, use
 from h3_runtime.geometry import Canvas
 from h3_runtime.guides import place
@@ -25,6 +26,7 @@ from h3_runtime.references import Encoder, PixelEncoder
 from h3_runtime.render import beyond_the_reference, condition_text, label
 from h3_runtime.request import Media, RenderRequest
 from h3_runtime.sampler import sample
+from h3_runtime.solvers import SOLVERS
 from h3_runtime.text.conditions import ConditionCache, save_condition
 from h3_runtime.text.encoder import TextEncoder
 from h3_runtime.text.shown import Shown, present_shown
@@ -226,6 +228,7 @@ def condition_of_another(model, monkeypatch):
 
 class Sampled:
     tables_before_loop = True
+    paths = ()
 
 
 def encoder_twice(dtype):
@@ -291,6 +294,75 @@ def lora(model, monkeypatch):
     return not same(base, with_lora)
 
 
+def distances(model, spec):
+    """Of a job with this accelerator and without, worst of five seeds: in float32, and in the stored dtype against the
+    bounds of EXACT MATH."""
+    found = []
+    for seed in range(5):
+        plain = job(seed=seed, num_forwards=1)
+        asked = replace(plain, accelerators=(spec,))
+        exact, half = latent(model.dit, plain), latent(model.stored, plain)
+        own = distance(latent(model.stored, asked), exact) / distance(half, exact)
+        found.append((distance(latent(model.dit, asked), exact), own))
+    return [max(values) for values in zip(*found)]
+
+
+def exact_math(name, **options):
+    """Within the bounds, and the path ran."""
+
+    def proof(model, monkeypatch):
+        spec = spec_of(name, **options)
+        ran = sample(model.dit, job(num_forwards=1, accelerators=(spec,)))
+        assert ran.paths and "did not engage" not in ran.notes[0]
+        whole, half = distances(model, spec)
+        return whole <= 1e-5 and half <= 1.25
+
+    return proof
+
+
+def kernel(name):
+    """A kernel of this machine keeps its label; one that is missing here is refused, and its eager twin, whose own
+    entry is proven, has the same label."""
+
+    def proof(model, monkeypatch):
+        entry, options = use(f"attention/{name}"), {"kernel": name}
+        if entry.unproven():
+            with pytest.raises(H3Error, match="cannot run here"):
+                sample(model.dit, job(accelerators=(spec_of("attention", **options),)))
+            twin = "flash-eager" if KERNELS[name].exact else "int8-eager"
+            return use(f"attention/{twin}").label is entry.label and not use(f"attention/{twin}").unproven()
+        if entry.label is Label.EXACT_MATH:
+            return exact_math("attention", **options)(model, monkeypatch)
+        return accelerated("attention", **options)(model, monkeypatch)
+
+    return proof
+
+
+def accelerated(name, forwards=6, **options):
+    """An APPROXIMATE accelerator engages, and the result is another one."""
+
+    def proof(model, monkeypatch):
+        plain = job(num_forwards=forwards)
+        ran = sample(model.dit, replace(plain, accelerators=(spec_of(name, **options),)))
+        assert ran.paths == (use(ran.paths[0]).name,) and "did not engage" not in ran.notes[0]
+        return not same(ran.latent, latent(model.dit, plain))
+
+    return proof
+
+
+def compiled(model, monkeypatch):
+    """The compiler's own work is torch's; here it is the tracing of the block that has to keep its results."""
+    return exact_math("compile", backend="eager")(model, monkeypatch)
+
+
+def few_step_lora(model, monkeypatch):
+    """A few-step LoRA sets forwards and shifts, and the label says so."""
+    request = RenderRequest("x", (96, 64), frames=22, few_step="fl2v_4step_v0.1")
+    asked = job(request=request, num_forwards=4)
+    names = [part.name for part in label(asked, Sampled(), Models(None)).parts]
+    return "accelerator/few-step" in names and "schedule/steps" in names
+
+
 def other_tile(model, monkeypatch):
     video = noise(1, 24, 7, 20, 18)
     return not torch.equal(model.video_vae.decode(video), model.video_vae.decode(video, tile=192))
@@ -328,6 +400,13 @@ PROOFS = {
     "resume/state": resumed,
     "condition/foreign": foreign_condition,
     "dit/lora": lora,
+    "solver/second-order": differs(solver="second-order"),
+    "accelerator/sparse": accelerated("sparse", keep=0.5, block=4, warmup=1, tail=1),
+    "accelerator/block-cache": accelerated("block-cache", video=10.0, audio=10.0, warmup=1, tail=1),
+    "accelerator/forecast": accelerated("forecast", calls=0.1, warmup=2, tail=1),
+    "accelerator/compile": compiled,
+    "accelerator/few-step": few_step_lora,
+    **{f"attention/{name}": kernel(name) for name in KERNELS},
 }
 
 
@@ -338,6 +417,12 @@ def test_every_path_has_its_proof():
 @pytest.mark.parametrize("name", PROOFS)
 def test_the_label_holds(name, model, monkeypatch):
     assert PROOFS[name](model, monkeypatch)
+
+
+def test_no_accelerator_or_solver_is_without_a_path():
+    for kind in ACCELERATORS:
+        assert kind.fidelity in REGISTRY if kind.fidelity else all(k.path in REGISTRY for k in KERNELS.values())
+    assert all(solver.path in REGISTRY for solver in SOLVERS.values())
 
 
 def test_the_weakest_part_names_the_render():

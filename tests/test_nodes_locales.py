@@ -35,6 +35,10 @@ def described(classes) -> dict:
             inputs[field.id] = {"name": shown(field.id), "tooltip": field.tooltip}
             for name in field.template.names if hasattr(field, "template") else ():
                 inputs[f"{field.id}_{name}"] = {"name": shown(name), "tooltip": field.template.input.tooltip}
+            for choice in getattr(field, "options", None) or ():
+                for inner in getattr(choice, "inputs", ()):  # of a combo whose choices have widgets of their own
+                    text = {"name": shown(inner.id), "tooltip": inner.tooltip}
+                    assert inputs.setdefault(f"{field.id}_{inner.id}", text) == text, "one name, two meanings"
         outputs = {}
         for index, output in enumerate(schema.outputs):
             outputs[str(index)] = {"name": output.display_name}

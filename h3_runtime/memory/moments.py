@@ -61,15 +61,25 @@ class DiTLoad:
     masked: tuple[bool, bool] = (False, False)  # picture, sound
     chunks: ChunkSizes = CANONICAL
     accelerators: int = 0
+    accelerators_on_host: int = 0
     refiner_stays: bool = False
 
     @staticmethod
     def of(sizes: RenderSizes, weights: DiTWeights, accelerators: Sequence[Accelerator] = ()) -> DiTLoad:
         """The loop of a render of these sizes, in canonical chunks."""
         layout = sizes.layout()
-        held = sum(accelerator.bytes(layout, weights.config) for accelerator in accelerators)
+        held, on_host = (
+            sum(getattr(accelerator, which)(layout, weights.config, weights.itemsize) for accelerator in accelerators)
+            for which in ("bytes", "host_bytes")
+        )
+        on_host += sum(  # recovery's copy, while it is written
+            accelerator.bytes(layout, weights.config, weights.itemsize)
+            + accelerator.host_bytes(layout, weights.config, weights.itemsize)
+            for accelerator in accelerators
+            if accelerator.keeps_state
+        )
         masked = (bool(sizes.video_levels), bool(sizes.sound_levels))
-        return DiTLoad(weights, layout, sizes.step_counts(), masked, CANONICAL, held)
+        return DiTLoad(weights, layout, sizes.step_counts(), masked, CANONICAL, held, on_host)
 
     @property
     def config(self) -> DiTConfig:

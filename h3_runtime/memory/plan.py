@@ -248,7 +248,7 @@ def _denoise_host(load: DiTLoad) -> int:
     plans = 2 * INT64 * masked * load.counts.forwards  # labels for the blocks and for the heads
     rows = layout.num_rows * 4 * config.video_channels * FLOAT32
     text = len(layout.text) * config.text_dim * load.item
-    return tables + plans + 4 * rows + text + 2 * load.weights.largest
+    return tables + plans + 4 * rows + text + 2 * load.weights.largest + load.accelerators_on_host
 
 
 def _tables(load: DiTLoad) -> int:
