@@ -16,6 +16,7 @@ from .errors import H3Error
 from .guides import place
 from .job import MODALITY_TEXT
 from .model import Models
+from .quant.online import PARTS, by_part
 from .render import condition_text
 from .request import RenderRequest
 from .text.conditions import MadeCondition, load_condition, save_condition
@@ -30,6 +31,13 @@ def save_prompt(request: RenderRequest, models: Models, out: str | os.PathLike) 
         raise H3Error(f"the folder of {out} does not exist: make it, or choose another place")
     if models.parts.text_encoder is None:
         raise H3Error("no text encoder was found in the model folder: add its file")
+    quantised = by_part(models.loading.quantise, models.loading.exclude)
+    idle = [word for word, part in PARTS.items() if part in quantised and part != "text_encoder"]
+    if idle:
+        raise H3Error(
+            f"quantising {', '.join(idle)} has no effect on a prompt's states, only the text encoder is read: "
+            "give text=METHOD, or leave it out"
+        )
     placement = place(request)
     made = condition_text(request, placement, models)
     save_condition(out, made)

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from . import __version__
-from .checkpoint.kept import KeptResults, versions
+from .checkpoint.info import CheckpointInfo
+from .checkpoint.kept import KeptResults, bytes_sha256, versions
 from .checkpoint.reader import SafetensorsFile
 from .checkpoint.writer import WORDS, write_safetensors
 from .errors import CheckpointError
 
-KIND = "h3_runtime.latent"
+KIND = "h3_runtime.kept_latent"
 SUFFIX = ".h3-latent.safetensors"
 MEMORY_BYTES = 256 << 20
 DISK_BYTES = 2 << 30
@@ -44,7 +45,7 @@ class LatentCache(KeptResults[Tensor]):
 
     def write(self, path: Path, key: str, result: Tensor) -> None:
         entries = {"latent": (WORDS[result.dtype], tuple(result.shape))}
-        about = {KIND: json.dumps({"key": key, "sha256": _sha256(result)})}
+        about = {KIND: json.dumps({"key": key, "sha256": bytes_sha256(result)})}
         write_safetensors(path, entries, [("latent", result)], about)
 
     def read(self, path: Path, key: str) -> Tensor | None:
@@ -57,7 +58,7 @@ class LatentCache(KeptResults[Tensor]):
         if kept_key != key:
             return None
         latent = file.read("latent")
-        if _sha256(latent) != digest:
+        if bytes_sha256(latent) != digest:
             raise CheckpointError(f"{path.name} holds other bytes than were written")
         return latent
 
@@ -73,9 +74,10 @@ class MediaOrigin:
     made_with: tuple[tuple[str, str], ...]
 
     @staticmethod
-    def of(fingerprint: str, device: str | torch.device) -> MediaOrigin:
-        """The origin of what the VAE of this ``fingerprint`` encodes on ``device``."""
-        return MediaOrigin(fingerprint, (("runtime", __version__), *versions(device)))
+    def of(vae: CheckpointInfo, device: str | torch.device) -> MediaOrigin:
+        """The origin of what this ``vae`` encodes on ``device``."""
+        made_with = versions(device, kernels=vae.kernels)
+        return MediaOrigin(vae.fingerprint, (("runtime", __version__), *made_with))
 
     def key(self, medium: np.ndarray | Tensor, how: str) -> str:
         """SHA-256 over everything that decides the latent of ``medium``; ``how``: posterior sampled, or mean."""
@@ -123,7 +125,3 @@ def encode_each(
                 notes.append(refused)
         latents.append(latent)
     return latents
-
-
-def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())).hexdigest()

@@ -246,6 +246,7 @@ def _on_canvas(name: str, frames: np.ndarray, canvas: Canvas, how: str, notes: l
     height, width = frames.shape[1:3]
     if (width, height) == (canvas.width, canvas.height):
         return frames
+    resized = f"{name} ({width}x{height}) was resized to {canvas.width}x{canvas.height}"
     if how == "stretch":
         change = (canvas.width / canvas.height) / (width / height)
         if abs(change - 1) > STRETCH_REPORTED:
@@ -254,6 +255,8 @@ def _on_canvas(name: str, frames: np.ndarray, canvas: Canvas, how: str, notes: l
                 f"{name} ({width}x{height}) was stretched {percent:.1f} % "
                 f"{'wider' if change > 1 else 'taller'} to {canvas.width}x{canvas.height}"
             )
+        else:
+            notes.append(resized)
         return np.stack([media.resize_stretch(frame, canvas.width, canvas.height) for frame in frames])
     scale = max(canvas.width / width, canvas.height / height)
     if width * height * scale**2 > COVER_LIMIT * canvas.width * canvas.height:
@@ -270,6 +273,8 @@ def _on_canvas(name: str, frames: np.ndarray, canvas: Canvas, how: str, notes: l
             f"{name} ({width}x{height}) was cropped to its columns {left:.0f}-{right:.0f} and rows "
             f"{top:.0f}-{bottom:.0f} ({lost:.1%} lost) for {canvas.width}x{canvas.height}"
         )
+    else:
+        notes.append(resized)
     return np.stack([frame for frame, _ in placed])
 
 

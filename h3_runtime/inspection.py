@@ -55,7 +55,7 @@ def inspect_file(path: str | os.PathLike, sha256: bool = False, layout: str | No
         raise CheckpointError(f"{path} does not exist; give a file or folder that does.")
     parts = find_parts(path) if path.is_dir() else None
     places = [] if parts is None else places_of(parts)
-    if len(places) < 2:
+    if len(places) < 2 and not (places and parts.skipped):
         return _inspect_one(path, sha256, layout)
     results, lines = [], []
     for part, place in places:

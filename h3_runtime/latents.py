@@ -18,6 +18,7 @@ from pathlib import Path
 from safetensors.torch import save
 from torch import Tensor
 
+from .checkpoint.kept import bytes_sha256
 from .checkpoint.reader import SafetensorsFile
 from .errors import CheckpointError, H3Error
 from .geometry import Canvas
@@ -25,6 +26,7 @@ from .job import AVLatent
 from .unfinished import part_path
 
 KIND = "h3_runtime.latent"
+HASHED = ("video", "audio", "source_video", "source_audio")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ def save_latent(
     if source is not None:
         tensors |= {"source_video": source.video, "source_audio": source.audio}
     info = {"width": canvas.width, "height": canvas.height, "num_frames": canvas.num_frames, **info}
+    info["sha256"] = bytes_sha256(*(tensors[name] for name in HASHED if name in tensors))
     part = part_path(path)
     try:
         part.write_bytes(save({k: v.contiguous() for k, v in tensors.items()}, {KIND: json.dumps(info)}))
@@ -91,4 +94,7 @@ def load_latent(path: str | Path) -> PartialLatent:
     for part in (latent, source):
         if part is not None and not part.fits(canvas):
             raise H3Error(f"{Path(path).name}: its tensors do not fit its own size {canvas.width}x{canvas.height}")
+    held = [tensor for part in (latent, source) if part is not None for tensor in (part.video, part.audio)]
+    if info.get("sha256", digest := bytes_sha256(*held)) != digest:
+        raise CheckpointError(f"{Path(path).name} is damaged: it holds other bytes than were written; save it again")
     return PartialLatent(canvas, latent, source, info)

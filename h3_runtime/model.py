@@ -280,7 +280,7 @@ class Models:
         nothing is known of that VAE. Only its header and sampled bytes are read."""
         if getattr(self.parts, part) is None:
             return self.caches.latents, None
-        return self.caches.latents, MediaOrigin.of(self._describe_vae(part).fingerprint, self.device)
+        return self.caches.latents, MediaOrigin.of(self._describe_vae(part), self.device)
 
     def text_encoder(self) -> TextEncoder:
         def load():

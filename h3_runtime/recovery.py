@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +55,8 @@ class RecoveryFolder:
 
     def __init__(self, folder: str | Path | None = None, max_states: int = MAX_STATES, max_bytes: int = MAX_BYTES):
         self.folder = default_folder() if folder is None else Path(folder)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise H3Error(f"{self.folder} is a file: states of runs need a folder, give another one")
         self.max_states, self.max_bytes = max_states, max_bytes
 
     def run(self, fingerprint: str, canvas: Canvas, **info) -> RunRecovery:
@@ -66,9 +69,16 @@ class RecoveryFolder:
 
     def states(self) -> list[Path]:
         """Files of all states, newest first."""
-        if not self.folder.is_dir():
-            return []
-        return sorted(self.folder.glob("*" + SUFFIX), key=lambda path: path.stat().st_mtime, reverse=True)
+        return [path for _, path, _ in self._aged()]
+
+    def _aged(self) -> list[tuple[float, Path, int]]:
+        """(time, file, bytes) of all states, newest first. Another run may remove its own at any time."""
+        aged = []
+        for path in self.folder.glob("*" + SUFFIX) if self.folder.is_dir() else ():
+            with suppress(OSError):
+                status = path.stat()
+                aged.append((status.st_mtime, path, status.st_size))
+        return sorted(aged, reverse=True)
 
     def read(self) -> list[tuple[Path, PartialLatent]]:
         """All states that can be read, newest first; a damaged file is skipped (it is an older run's)."""
@@ -82,11 +92,12 @@ class RecoveryFolder:
 
     def trim(self, keep: Path) -> None:
         """Let the oldest states go until the folder is within its limits; ``keep`` stays."""
-        total = keep.stat().st_size
-        for count, path in enumerate((p for p in self.states() if p != keep), start=2):
-            total += path.stat().st_size
+        total, others = keep.stat().st_size, [entry for entry in self._aged() if entry[1] != keep]
+        for count, (_, path, size) in enumerate(others, start=2):
+            total += size
             if count > self.max_states or total > self.max_bytes:
-                path.unlink(missing_ok=True)
+                with suppress(OSError):  # open in another program
+                    path.unlink(missing_ok=True)
 
 
 class RunRecovery:
@@ -141,8 +152,9 @@ class RunRecovery:
         return RunState(saved.info["stop"], saved.finished, saved.latent, states)
 
     def discard(self) -> None:
-        """The clip is saved: its state may go."""
-        self.path.unlink(missing_ok=True)
+        """The clip is saved: its state may go. One that another program has open stays; it is trimmed in time."""
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
 
 
 class KeptState:

@@ -311,7 +311,7 @@ def condition_text(request: RenderRequest, placement: Placement, models: Models)
         fingerprint=info.fingerprint,
         vocabulary=vocabulary_sha256(find_vocabulary(models.parts.text_encoder, models.parts.tokenizer)),
         dtype=models.cast_to or "stored",
-        made_with=versions(models.device, "transformers"),
+        made_with=versions(models.device, "transformers", kernels=info.kernels),
         items=describe_shown(placement.shown),
         embeddings=resolved.used,
         read_as=resolved.read_as,

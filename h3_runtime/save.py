@@ -65,6 +65,8 @@ def latent_path(out: Path) -> Path:
 
 def keep_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
     """H3Error when a file that this render reads would be replaced or removed by what it writes to ``out``."""
+    if not out.name:
+        raise H3Error(f"--out {str(out)!r} is no file name: give one")
     written = [out, latent_path(out), out.with_suffix(".json"), out.with_suffix(".report.json")]
     for read in map(Path, inputs):
         for path in written:

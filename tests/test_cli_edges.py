@@ -272,6 +272,7 @@ OPTIONS = {
     "endless": (["--size", "9" * 5000 + "x64"], "cannot be read: give WxH"),
     "device": (["--device", "meta"], "give cuda or cpu"),
     "unknown device": (["--device", "foo"], "give cuda or cpu"),
+    "recovery in a file": (["--recovery", __file__], "is a file: states of runs need a folder"),
     "half a character": (["--prompt", "a\udcffb"], "no valid text at character 2"),
 }
 

@@ -383,8 +383,13 @@ def test_the_cache_is_bounded_and_forgets_damaged_files(models, tmp_path):
     files = list((tmp_path / "kept").iterdir())
     assert 1 <= len(files) < 4 and sum(file.stat().st_size for file in files) <= 5000
     assert made_by(ours, ask(prompt="four")).source == "cache"
-    for file in files:
-        file.write_bytes(b"damaged")
+    for file in files:  # one bit of the states, in a file that opens
+        states = SafetensorsFile(file).header["hidden"]
+        whole = bytearray(file.read_bytes())
+        whole[states.start + 1] ^= 1
+        file.write_bytes(whole)
+    with pytest.raises(CheckpointError, match="damaged: it holds other bytes"):
+        load_condition(files[0])
     fresh = models(caches=Caches(conditions=ConditionCache(tmp_path / "kept")))
     assert made_by(fresh, ask(prompt="four")).source == "encoded"
     (tmp_path / "file").write_text("in the way")
@@ -483,6 +488,22 @@ def test_a_new_seed_in_a_new_run_does_not_encode(command, model, tmp_path, monke
     [
         (["embed", "save", "--model", "{model}", "--out", "{tmp}/c.safetensors"], "no prompt was given"),
         (["embed", "save", "--model", "{model}", "--prompt", "x", "--out", "{tmp}/c.pt"], "must end in .safetensors"),
+        (["embed", "save", "--model", "{model}", "--prompt", "x", "--out", "."], "'.' is no file name"),
+        (
+            [
+                "embed",
+                "save",
+                "--model",
+                "{model}",
+                "--prompt",
+                "x",
+                "--out",
+                "{tmp}/c.safetensors",
+                "--quantise",
+                "int8",
+            ],
+            "quantising dit has no effect on a prompt's states",
+        ),
         (["embed", "save", "--model", "{model}", "--prompt", "x", "--out", "{tmp}/no/c.safetensors"], "does not exist"),
         (["embed", "show", "{model}/dit.safetensors"], "holds no prompt condition of this runtime"),
         (["embed", "show", "{tmp}/none.safetensors"], "none.safetensors"),

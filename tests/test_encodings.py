@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from h3_runtime import cli, references
+from h3_runtime.checkpoint.info import CheckpointInfo
+from h3_runtime.checkpoint.kept import user_cache
 from h3_runtime.checkpoint.parts import find_parts
 from h3_runtime.demo.maker import make_model, make_reference_dit
 from h3_runtime.encodings import SUFFIX, Encode, LatentCache, MediaOrigin, encode_each
@@ -29,6 +33,7 @@ from h3_runtime.request import GuideRequest, Media, ReferenceRequest, RenderRequ
 
 from .small_jobs import one_thread  # noqa: F401 (a fixture)
 
+VAE = CheckpointInfo("vae", "comfyui", "video_vae", "unknown", {}, 0, "fingerprint")
 TEXT = TextCondition(torch.zeros(1, 64), torch.ones(1, dtype=torch.int64))
 
 
@@ -154,11 +159,33 @@ def test_versions_and_device_are_in_the_key():
         MediaOrigin("a", (("torch", "2"),)).key(medium + 1, "mean"),
     }
     assert len(keys) == 7
-    named = dict(MediaOrigin.of("a", "cpu").made_with)
+    named = dict(MediaOrigin.of(VAE, "cpu").made_with)
     assert named["torch"] == torch.__version__ and named["device"] == "cpu" and named["runtime"]
 
 
-def test_files_are_bounded_checked_and_never_in_the_way(tmp_path):
+def test_what_orders_a_processors_sums_is_in_the_key(monkeypatch):
+    """Other instructions, threads or kernels of quantised layers give other bits: their results are kept apart."""
+    found = [MediaOrigin.of(VAE, "cpu")]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 63)
+    found.append(MediaOrigin.of(VAE, "cpu"))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    found.append(MediaOrigin.of(VAE, "cpu"))
+    found += [MediaOrigin.of(replace(VAE, kernels={"int8 linear": f"{way}: why"}), "cpu") for way in ("a/b", "c")]
+    assert len({origin.key(np.zeros(3), "mean") for origin in found}) == 5
+
+
+def refuse(*_):
+    raise PermissionError(13, "in use")
+
+
+@pytest.mark.parametrize("given", ["", "cache", "here/cache"])
+def test_a_cache_folder_never_moves_with_the_working_folder(monkeypatch, given):
+    name = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
+    monkeypatch.setenv(name, given)
+    assert user_cache().is_absolute() and Path.home() in user_cache().parents
+
+
+def test_files_are_bounded_checked_and_never_in_the_way(tmp_path, monkeypatch):
     origin, runs = MediaOrigin("a", ()), []
 
     def one(level: int) -> Encode:
@@ -191,6 +218,10 @@ def test_files_are_bounded_checked_and_never_in_the_way(tmp_path):
     os.utime(halves[0], (0, 0))
     ask(LatentCache(tmp_path / "kept"), 7)
     assert [half.exists() for half in halves] == [False, True]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)  # as Windows does while another program reads the file
+        LatentCache(tmp_path / "kept").keep("f" * 64, torch.zeros(2))
+    assert not list((tmp_path / "kept").glob("f*"))
     (tmp_path / "file").write_text("in the way")
     notes: list[str] = []
     assert ask(LatentCache(tmp_path / "file"), 1, 2, notes=notes) == [1, 2]

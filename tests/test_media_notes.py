@@ -112,6 +112,14 @@ def test_every_picture_tells_what_was_changed_wherever_it_is_used(folder, name, 
             assert any(sentence in note for note in notes), (how, notes)
 
 
+def test_a_picture_of_the_same_ratio_tells_that_it_was_resized(folder, small):
+    RGB.resize((192, 128)).save(folder / "double.png")
+    sentence = "double.png (192x128) was resized to 96x64"
+    for how in ("guide", "first frame", "source"):
+        assert sentence in told(how, folder / "double.png"), how
+    assert not any("resized" in note for note in told("first frame", folder / "plain.png"))
+
+
 def test_masks_tell_what_matters_to_a_mask(folder, small):
     for name, sentence in {
         "plain.png": "colours read by their luma",

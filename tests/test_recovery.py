@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from h3_runtime.errors import H3Error
+from h3_runtime.errors import CheckpointError, H3Error
 from h3_runtime.job import Masks
+from h3_runtime.latents import load_latent
 from h3_runtime.recovery import RecoveryFolder, default_folder
 from h3_runtime.sampler import sample
 
@@ -89,8 +91,13 @@ def test_another_job_does_not_take_up_the_state(tmp_path):
 def test_a_damaged_state_counts_as_none(tmp_path):
     run = RecoveryFolder(tmp_path).run(FINGERPRINT, CANVAS)
     run.save(2, False, clip())
-    run.path.write_bytes(run.path.read_bytes()[:-20])
+    whole = run.path.read_bytes()
+    run.path.write_bytes(whole[:-20])
     assert run.load() is None
+    run.path.write_bytes(whole[:-20] + bytes([whole[-20] ^ 1]) + whole[-19:])  # one bit, in a file of the right size
+    assert run.load() is None
+    with pytest.raises(CheckpointError, match="holds other bytes than were written"):
+        load_latent(run.path)
     asked = job()
     assert same(sample(small_dit(), asked, recovery=run).latent, render(asked))
     assert RecoveryFolder(tmp_path).read()[0][1].finished
@@ -105,7 +112,7 @@ def test_the_folder_is_bounded_and_keeps_the_newest(tmp_path):
     assert folder.states() == [run.path for run in runs[:2:-1]]
     assert [latent.info["prompt"] for _, latent in folder.read()] == ["p5", "p4", "p3"]
     size = runs[-1].path.stat().st_size
-    small = RecoveryFolder(tmp_path, max_bytes=2 * size)
+    small = RecoveryFolder(tmp_path, max_bytes=2 * size + 64)  # prompts differ in length
     small.run("a" * 64, CANVAS, prompt="last").save(1, True, clip())
     assert len(small.states()) == 2
     runs[-1].discard()
@@ -114,8 +121,38 @@ def test_the_folder_is_bounded_and_keeps_the_newest(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
+    with pytest.raises(H3Error, match="file is a file: states of runs need a folder"):
+        RecoveryFolder(tmp_path / "file")
+    run = RecoveryFolder(tmp_path / "file" / "below").run(FINGERPRINT, CANVAS)
+    run.discard()
     with pytest.raises(H3Error, match="switch recovery off"):
-        RecoveryFolder(tmp_path / "file").run(FINGERPRINT, CANVAS).save(1, False, clip())
+        run.save(1, False, clip())
+
+
+def test_other_runs_and_programs_never_end_a_render(tmp_path, monkeypatch):
+    """A state that another run removes while this one looks, and one that Windows keeps because it is open."""
+    folder = RecoveryFolder(tmp_path, max_states=1)
+    first, second = (folder.run(f"{index}" * 64, CANVAS) for index in (1, 2))
+    first.save(1, True, clip())
+    plain = Path.stat
+
+    def vanished(path, **options):
+        if path == first.path:
+            raise FileNotFoundError(path)
+        return plain(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", vanished)
+        second.save(1, True, clip())
+        assert folder.states() == [second.path]
+
+    def held(path, **_):
+        raise PermissionError(13, "in use", str(path))
+
+    monkeypatch.setattr(Path, "unlink", lambda path, **options: held(path) if path.suffix != ".partial" else None)
+    second.save(2, True, clip())
+    second.discard()
+    assert len(folder.states()) == 2
 
 
 def test_the_default_folder_is_the_users_cache(monkeypatch, tmp_path):

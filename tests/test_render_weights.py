@@ -170,6 +170,13 @@ BAD = {
     "exclude": (["--quantise", "int8", "--exclude", "nothing.*"], "matches none"),
     "exclude of the encoder": (["--quantise", "text=int8", "--exclude", "text:nothing.*"], "matches none"),
     "exclude of the VAE": (["--quantise", "video_vae=int8", "--exclude", "video_vae:nothing"], "matches none"),
+    "all excluded": (["--quantise", "int8", "--exclude", "*"], "leaves none of the 16 linears of dit.safetensors"),
+    "all of the encoder excluded": (
+        ["--quantise", "text=int8", "--exclude", "text:*"],
+        "leaves none of the 14 linears",
+    ),
+    "empty pattern": (["--quantise", "int8", "--exclude", "dit:"], "exclude 'dit:' names no layer"),
+    "half a list": (["--quantise", "dit=int8,"], "leaves a part without its way"),
     "method": (["--quantise", "int4"], "'int4' is unknown; take one of int8_convrot, int8, fp8"),
     "part": (["--quantise", "audio_vae=int8"], "the part 'audio_vae' is unknown; take one of dit, text, video_vae"),
 }

@@ -9,17 +9,20 @@ A cache can only spare work: whatever goes wrong with its folder costs another r
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..errors import CheckpointError, H3Error
 
@@ -70,14 +73,17 @@ class KeptResults(Generic[Result]):
         self._remember(key, result)
         if self.folder is None or self.nbytes(result) > self.disk_bytes:
             return None
+        own = self.folder / f"{self._path(key).name}.{secrets.token_hex(4)}"  # two runs may keep the same result
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            own = self.folder / f"{self._path(key).name}.{secrets.token_hex(4)}"  # two runs may keep the same result
             self.write(own, key, result)
             os.replace(own, self._path(key))
             self._trim(self._path(key))
         except (OSError, CheckpointError) as error:
             return f"{self.words} could not be kept in {self.folder.name} ({error}): another run encodes again"
+        finally:
+            with suppress(OSError):
+                own.unlink(missing_ok=True)
         return None
 
     def _path(self, key: str) -> Path:
@@ -105,7 +111,7 @@ class KeptResults(Generic[Result]):
         return found
 
     def _trim(self, keep: Path) -> None:
-        total, ages = keep.stat().st_size, []
+        total, ages = 0, []
         for path in self.folder.glob("*" + self.suffix + "*"):
             with suppress(OSError):  # another process may trim at the same time
                 status = path.stat()
@@ -113,12 +119,11 @@ class KeptResults(Generic[Result]):
                     ages.append((status.st_mtime, path, status.st_size))
                 elif time.time() - status.st_mtime > STALE_SECONDS:
                     path.unlink()
-        for _, path, size in sorted(ages, reverse=True):
-            if path != keep:
-                total += size
-                if total > self.disk_bytes:
-                    with suppress(OSError):
-                        path.unlink(missing_ok=True)
+        for _, path, size in sorted(ages, key=lambda entry: (entry[1] == keep, entry[0]), reverse=True):
+            total += size
+            if total > self.disk_bytes and path != keep:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
 
 
 def cache_folder(name: str, variable: str) -> Path:
@@ -131,19 +136,35 @@ def cache_folder(name: str, variable: str) -> Path:
 
 def user_cache() -> Path:
     """The user's cache folder for this package."""
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return base / "h3_runtime"
+    windows = sys.platform == "win32"
+    named = Path(os.environ.get("LOCALAPPDATA" if windows else "XDG_CACHE_HOME", ""))
+    if not named.is_absolute():  # unset, empty, or a place that moves with the working folder
+        named = Path.home() / ("AppData/Local" if windows else ".cache")
+    return named / "h3_runtime"
 
 
-def versions(device: str | torch.device, *packages: str) -> tuple[tuple[str, str], ...]:
-    """The libraries (torch, and ``packages`` where they are installed) and the kind of device: what decides bits beside
-    weights and inputs."""
+def bytes_sha256(*tensors: Tensor) -> str:
+    """SHA-256 over the bytes of tensors, in hex."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def versions(
+    device: str | torch.device, *packages: str, kernels: Mapping[str, str] | None = None
+) -> tuple[tuple[str, str], ...]:
+    """What decides bits beside weights and inputs: the libraries (torch, and ``packages`` where they are installed),
+    the kind of device, on a CPU its instructions and threads (they order the sums), and the ``kernels`` of quantised
+    layers (of a CheckpointInfo), by operation."""
     made_with = {"torch": torch.__version__}
     for package in packages:
         with suppress(metadata.PackageNotFoundError):  # asked of the installation: importing it takes seconds
             made_with[package] = metadata.version(package)
-    made_with["device"] = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+    if torch.device(device).type == "cuda":
+        made_with["device"] = torch.cuda.get_device_name(device)
+    else:
+        made_with["device"] = "cpu"
+        made_with["cpu"] = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    made_with |= {op: told.partition(":")[0] for op, told in (kernels or {}).items()}
     return tuple(sorted(made_with.items()))

@@ -77,10 +77,16 @@ class Online:
         idle = [pattern for pattern in self.exclude if not any(_matches(name, (pattern,)) for name in chosen)]
         if idle:
             raise H3Error(
-                f"exclude {listed(idle)} matches none of the {len(chosen)} linears that would be quantised "
+                f"exclude {listed(map(repr, idle))} matches none of the {len(chosen)} linears that would be quantised "
                 f"({listed(chosen[:4])} ...): give names like these, * for any part."
             )
-        return tuple(name for name in chosen if not _matches(name, self.exclude))
+        left = tuple(name for name in chosen if not _matches(name, self.exclude))
+        if chosen and not left:
+            raise H3Error(
+                f"exclude {listed(map(repr, self.exclude))} leaves none of the {len(chosen)} linears of "
+                f"{checkpoint.source.path.name} to quantise: leave out quantise too, or exclude fewer."
+            )
+        return left
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -46,8 +46,10 @@ def by_part(quantise: str | None, exclude: Iterable[str] = ()) -> dict[str, tupl
     """
     schemes: dict[str, str] = {}
     for item in () if quantise is None else quantise.split(","):
-        word, names_part, scheme = item.strip().rpartition("=")
+        word, names_part, scheme = map(str.strip, item.rpartition("="))
         word = word if names_part else "dit"
+        if not scheme:
+            raise H3Error(f"quantisation {quantise!r} leaves a part without its way: take one of {', '.join(SCHEMES)}")
         if word not in PARTS:
             raise H3Error(f"quantisation {quantise!r}: the part {word!r} is unknown; take one of {', '.join(PARTS)}")
         if PARTS[word] in schemes:
@@ -64,6 +66,8 @@ def by_part(quantise: str | None, exclude: Iterable[str] = ()) -> dict[str, tupl
                 f"exclude {text!r} leaves layers of {word!r} out of a quantisation, and that is {known}: give quantise "
                 "for that part as well, or leave it out"
             )
+        if not pattern:
+            raise H3Error(f"exclude {text!r} names no layer: give a name or a pattern, such as blocks.0.*")
         patterns.setdefault(PARTS[word], []).append(pattern)
     return {part: (scheme, tuple(patterns.get(part, ()))) for part, scheme in schemes.items()}
 

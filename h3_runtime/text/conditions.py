@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.kept import KeptResults
+from ..checkpoint.kept import KeptResults, bytes_sha256
 from ..checkpoint.reader import SafetensorsFile
 from ..checkpoint.writer import WORDS, write_safetensors
 from ..errors import CheckpointError, H3Error
@@ -27,7 +27,7 @@ from ..job import TextCondition
 from .embeddings import UsedEmbedding
 from .shown import Shown, labels
 
-VERSION = 1
+VERSION = 2
 KIND = "h3_runtime.condition"
 SUFFIX = ".h3-condition.safetensors"
 MEMORY_BYTES = 512 << 20
@@ -104,6 +104,7 @@ def save_condition(path: str | os.PathLike, made: MadeCondition) -> Path:
     tensors = {"hidden": made.text.hidden, "tags": made.text.tags}
     entries = {name: (WORDS[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
     about = {"version": VERSION, "record": made.record.to_dict(), "notes": made.text.notes, "source": made.text.source}
+    about["sha256"] = bytes_sha256(*tensors.values())
     write_safetensors(path, entries, tensors.items(), {KIND: json.dumps(about, ensure_ascii=False)})
     return path
 
@@ -121,7 +122,7 @@ def load_condition(path: str | os.PathLike) -> MadeCondition:
                 f"{name} has version {about['version']} of its form, this runtime {VERSION}: save it again"
             )
         record = ConditionRecord.from_dict(about["record"])
-        notes, source = tuple(about["notes"]), str(about["source"])
+        notes, source, digest = tuple(about["notes"]), str(about["source"]), about["sha256"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, H3Error):
             raise
@@ -130,7 +131,10 @@ def load_condition(path: str | os.PathLike) -> MadeCondition:
         raise CheckpointError(
             f"{name} holds {', '.join(sorted(file.shapes))}: hidden and tags are needed; save it again"
         )
-    return MadeCondition(TextCondition(file.read("hidden"), file.read("tags"), notes, source), record, "file")
+    text = TextCondition(file.read("hidden"), file.read("tags"), notes, source)
+    if bytes_sha256(text.hidden, text.tags) != digest:
+        raise CheckpointError(f"{name} is damaged: it holds other bytes than were written; save it again")
+    return MadeCondition(text, record, "file")
 
 
 def refuse_other(made: MadeCondition, file: str, prompt: str, recipe: str, shown: Sequence[Shown]) -> None:
