@@ -125,6 +125,13 @@ def test_a_model_folder_tells_what_in_it_is_not_usable(model, tmp_path, capsys):
         "video_vae.safetensors",
         "audio_vae.safetensors",
     }
+    lone = tmp_path / "lone"  # one part beside what is not usable
+    lone.mkdir()
+    os.link(model / "dit.safetensors", lone / "dit.safetensors")
+    (lone / "torn.safetensors").write_bytes(b"no header")
+    results, _ = inspect_file(lone)
+    assert {row["of"] for row in results if row["name"] == "fingerprint"} == {"dit.safetensors"}
+    assert any(row["name"] == "skipped" and "torn.safetensors" in row["value"] for row in results)
 
 
 def test_a_lora_is_told(tmp_path):

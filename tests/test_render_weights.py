@@ -173,7 +173,7 @@ BAD = {
     "all excluded": (["--quantise", "int8", "--exclude", "*"], "leaves none of the 16 linears of dit.safetensors"),
     "all of the encoder excluded": (
         ["--quantise", "text=int8", "--exclude", "text:*"],
-        "leaves none of the 14 linears",
+        "leaves none of the 21 linears",
     ),
     "empty pattern": (["--quantise", "int8", "--exclude", "dit:"], "exclude 'dit:' names no layer"),
     "half a list": (["--quantise", "dit=int8,"], "leaves a part without its way"),
