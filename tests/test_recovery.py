@@ -149,7 +149,9 @@ def test_other_runs_and_programs_never_end_a_render(tmp_path, monkeypatch):
     def held(path, **_):
         raise PermissionError(13, "in use", str(path))
 
-    monkeypatch.setattr(Path, "unlink", lambda path, **options: held(path) if path.suffix != ".partial" else None)
+    monkeypatch.setattr(
+        Path, "unlink", lambda path, **options: held(path) if path.name.endswith(".safetensors") else None
+    )
     second.save(2, True, clip())
     second.discard()
     assert len(folder.states()) == 2

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import sys
-import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,9 +23,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, H3Error
+from ..unfinished import sweep_folder
 
 Result = TypeVar("Result")
-STALE_SECONDS = 24 * 3600  # a half-written file this old belongs to a process that was killed
 
 
 class KeptResults(Generic[Result]):
@@ -46,7 +44,7 @@ class KeptResults(Generic[Result]):
         self._kept: OrderedDict[str, Result] = OrderedDict()
 
     def write(self, path: Path, key: str, result: Result) -> None:
-        """Write ``result``; ``path`` is this run's own."""
+        """Write ``result``, whole under its name at once: two runs may keep the same."""
         raise NotImplementedError
 
     def read(self, path: Path, key: str) -> Result | None:
@@ -73,17 +71,12 @@ class KeptResults(Generic[Result]):
         self._remember(key, result)
         if self.folder is None or self.nbytes(result) > self.disk_bytes:
             return None
-        own = self.folder / f"{self._path(key).name}.{secrets.token_hex(4)}"  # two runs may keep the same result
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.write(own, key, result)
-            os.replace(own, self._path(key))
+            self.write(self._path(key), key, result)
             self._trim(self._path(key))
         except (OSError, CheckpointError) as error:
             return f"{self.words} could not be kept in {self.folder.name} ({error}): another run encodes again"
-        finally:
-            with suppress(OSError):
-                own.unlink(missing_ok=True)
         return None
 
     def _path(self, key: str) -> Path:
@@ -112,13 +105,11 @@ class KeptResults(Generic[Result]):
 
     def _trim(self, keep: Path) -> None:
         total, ages = 0, []
-        for path in self.folder.glob("*" + self.suffix + "*"):
+        sweep_folder(self.folder)
+        for path in self.folder.glob("*" + self.suffix):
             with suppress(OSError):  # another process may trim at the same time
                 status = path.stat()
-                if path.name.endswith(self.suffix):
-                    ages.append((status.st_mtime, path, status.st_size))
-                elif time.time() - status.st_mtime > STALE_SECONDS:
-                    path.unlink()
+                ages.append((status.st_mtime, path, status.st_size))
         for _, path, size in sorted(ages, key=lambda entry: (entry[1] == keep, entry[0]), reverse=True):
             total += size
             if total > self.disk_bytes and path != keep:
