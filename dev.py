@@ -52,6 +52,8 @@ PINS = (
     "Pillow==12.3.0; python_version < '3.11'",
     "Pillow==13.0.0; python_version >= '3.11'",
     "psutil==7.2.2",
+    "kornia==0.8.3; python_version < '3.11'",
+    "kornia==0.9.0; python_version >= '3.11'",
 )
 
 # Installed for the tests without their dependencies, which would ask for another torch: torchaudio, with which the

@@ -11,15 +11,16 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import __version__
 from .accelerate_command import accelerate_request, add_acceleration_options, add_paths
+from .compare_command import add_compare
 from .errors import H3Error
 from .plan_command import add_plan
 from .recover_command import add_recover
+from .terminal import Say
 from .weight_commands import (
     add_inspect,
     add_loading_options,
@@ -33,8 +34,6 @@ from .weight_commands import (
 
 Results = list[dict]
 
-LOG_SECONDS = 15  # between two lines of progress where the output is no terminal
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 done, 1 a check failed, 2 the request could not be used, 130 interrupted."""
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 2
-    say = _Say(arguments.json)
+    say = Say(arguments.json)
     try:
         results, status = arguments.run(arguments, say)
     except H3Error as error:
@@ -76,41 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-class _Say:
-    """Prints sentences and a progress line, to stdout, or to stderr where stdout carries JSON."""
-
-    def __init__(self, to_stderr: bool):
-        self.stream = sys.stderr if to_stderr else sys.stdout
-        self.began: dict[str, float] = {}
-        self.told = time.monotonic()
-        self.open_line = False
-
-    def __call__(self, sentence: str) -> None:
-        if self.open_line:
-            print(file=self.stream)
-            self.open_line = False
-        print(sentence, file=self.stream, flush=True)
-
-    def progress(self, stage: str, done: int, total: int) -> None:
-        """One line per stage, rewritten on a terminal: done, total and the time left."""
-        now = time.monotonic()
-        began = self.began.setdefault(stage, now)
-        left = ""
-        if 0 < done < total and now > began:
-            # the first report of a counted stage comes after its first item, so began is late by one item
-            per_item = (now - began) / max(done - 1, 1) if done > 1 else 0.0
-            left = f", {per_item * (total - done):.0f} s left" if per_item else ""
-        line = f"{stage} {done}/{total}{left}"
-        if self.stream.isatty():
-            print(f"\r{line:<60}", end="" if done < total else "\n", file=self.stream, flush=True)
-            self.open_line = done < total
-        elif done == total or (done and now - self.told >= LOG_SECONDS):
-            self(line)
-            self.told = now
-        if done == total:
-            self.began.pop(stage, None)
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m h3_runtime",
@@ -135,7 +99,7 @@ def _add_demo(commands) -> argparse.ArgumentParser:
     return command
 
 
-def run_demo(arguments, say: _Say) -> tuple[Results, int]:
+def run_demo(arguments, say: Say) -> tuple[Results, int]:
     from .demo.run import demo
 
     return demo(Path(arguments.out), arguments.steps, say, say.progress), 0
@@ -195,6 +159,7 @@ def _add_render(commands) -> argparse.ArgumentParser:
         "--from", dest="manifest", metavar="MANIFEST", help="repeat a render: its .json, or the mp4 itself"
     )
     out.add_argument("--inputs", metavar="DIR", help="where to look for the files of --from")
+    out.add_argument("--keep-frames", action="store_true", help="keep frames and sound as before encoding, for compare")
     out.add_argument("--keep-latent", action="store_true", help="keep the finished latent beside the clip")
     again = out.add_mutually_exclusive_group()
     again.add_argument(
@@ -266,7 +231,7 @@ RENDER_INPUTS = (
 )  # fmt: skip
 
 
-def run_render(arguments, say: _Say) -> tuple[Results, int]:
+def run_render(arguments, say: Say) -> tuple[Results, int]:
     from . import manifest as manifests
     from .recovery import RecoveryFolder
     from .render import render_request
@@ -302,7 +267,9 @@ def run_render(arguments, say: _Say) -> tuple[Results, int]:
     except KeyboardInterrupt:
         cure = "" if recovery is None else "; the same command goes on after the last forward"
         raise KeyboardInterrupt(f"stopped: nothing half-written was left{cure}") from None
-    saved = save_clip(result, models, out, not arguments.no_metadata, arguments.keep_latent, progress=say.progress)
+    saved = save_clip(
+        result, models, out, not arguments.no_metadata, arguments.keep_latent, say.progress, arguments.keep_frames
+    )
     for note in saved.notes:
         say(f"note: {note}")
     say(f"label: {result.fidelity.title}")
@@ -481,7 +448,7 @@ def _add_embed(commands) -> argparse.ArgumentParser:
     return command
 
 
-def run_embed_save(arguments, say: _Say) -> tuple[Results, int]:
+def run_embed_save(arguments, say: Say) -> tuple[Results, int]:
     from .embed import save_prompt
     from .request import RenderRequest
     from .save import keep_inputs
@@ -499,7 +466,7 @@ def run_embed_save(arguments, say: _Say) -> tuple[Results, int]:
     return [*rows, *({"name": "note", "value": note, "unit": ""} for note in notes)], 0
 
 
-def run_embed_show(arguments, say: _Say) -> tuple[Results, int]:
+def run_embed_show(arguments, say: Say) -> tuple[Results, int]:
     from .embed import show_condition
 
     return show_condition(arguments.file, say), 0
@@ -515,7 +482,7 @@ def _add_selftest(commands) -> argparse.ArgumentParser:
     return command
 
 
-def run_selftest(arguments, say: _Say) -> tuple[Results, int]:
+def run_selftest(arguments, say: Say) -> tuple[Results, int]:
     from .selftest import selftest
 
     device = _device(arguments.device)
@@ -536,7 +503,7 @@ def _add_verify(commands) -> argparse.ArgumentParser:
     return command
 
 
-def run_verify(arguments, say: _Say) -> tuple[Results, int]:
+def run_verify(arguments, say: Say) -> tuple[Results, int]:
     from .verify import format_lines, to_results, verify_folder
 
     cases = verify_folder(Path(arguments.folder), arguments.only)
@@ -552,7 +519,7 @@ def _add_bench(commands) -> argparse.ArgumentParser:
     return command
 
 
-def run_bench(arguments, say: _Say) -> tuple[Results, int]:
+def run_bench(arguments, say: Say) -> tuple[Results, int]:
     from . import bench, bench_accelerators, bench_card, bench_quant, bench_text
 
     functions: dict[str, Callable[[], Results]] = {
@@ -571,6 +538,6 @@ def run_bench(arguments, say: _Say) -> tuple[Results, int]:
 
 
 COMMANDS = (
-    _add_demo, _add_render, _add_embed, add_recover, add_plan, add_inspect, add_quantize,
+    _add_demo, _add_render, _add_embed, add_recover, add_plan, add_compare, add_inspect, add_quantize,
     _add_selftest, add_paths, _add_verify, _add_bench,
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """A render's latent to files: mp4 with sound, manifest and report beside it, or the latent itself.
 
     RenderResult ─decode─▶ clip.mp4 (manifest in its metadata) ─▶ clip.json (manifest) ─▶ clip.report.json (measured)
+                  keep_frames ─▶ clip.kept.mkv (frames and sound before encoding, until they were compared)
     stopped early ───────▶ clip.latent.safetensors (state and source, to go on from)
 
 The latent is written first and removed last: a failed decode costs no finished sampling, and says where it stands.
@@ -26,7 +27,8 @@ from .geometry import Canvas
 from .job import AVLatent
 from .latents import PartialLatent, save_latent
 from .manifest import METADATA_KEY, dump, make_manifest
-from .media import Mp4Writer, check_output_path
+from .media import KeptWriter, Mp4Writer, Tee, check_output_path, kept_path
+from .memory.probe import driver_version
 from .model import Models
 from .render import Progress, RenderResult, run_fingerprint
 from .unfinished import part_path
@@ -41,6 +43,7 @@ class Saved:
     manifest: Path | None
     report: Path
     notes: tuple[str, ...]
+    kept: Path | None = None
 
 
 def check_output(path: str | Path) -> Path:
@@ -67,7 +70,7 @@ def keep_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
     """H3Error when a file that this render reads would be replaced or removed by what it writes to ``out``."""
     if not out.name:
         raise H3Error(f"--out {str(out)!r} is no file name: give one")
-    written = [out, latent_path(out), out.with_suffix(".json"), out.with_suffix(".report.json")]
+    written = [out, latent_path(out), out.with_suffix(".json"), out.with_suffix(".report.json"), kept_path(out)]
     for read in map(Path, inputs):
         for path in written:
             if path.exists() and read.exists() and os.path.samefile(path, read):
@@ -81,8 +84,13 @@ def save_clip(
     metadata: bool = True,
     keep_latent: bool = False,
     progress: Progress | None = None,
+    keep_frames: bool = False,
 ) -> Saved:
-    """Decode ``result`` to ``out`` (mp4), or save its state where the run stopped early."""
+    """Decode ``result`` to ``out`` (mp4), or save its state where the run stopped early.
+
+    ``keep_frames``: keep its frames and sound as they were before encoding beside it, for ``compare``. Frames that an
+    earlier render of that name left are removed: they are not this clip's.
+    """
     out = check_output(out)
     manifest = make_manifest(result)
     job, done = result.job, result.job.schedule.stop
@@ -102,8 +110,22 @@ def save_clip(
     video = None
     if result.finished:
         began = time.perf_counter()
+
+        def told(stage: str, done: int, total: int) -> None:
+            if done == 1:  # the first chunk: from here on there is a picture to look at
+                result.stats["first_frame_seconds"] = sum(result.seconds.values()) + time.perf_counter() - began
+            if progress is not None:
+                progress(stage, done, total)
+
         try:
-            video = _write_video(result, models, out, dump(manifest) if metadata else None, progress, notes)
+            tags = {METADATA_KEY: dump(manifest)} if metadata else None
+            kept = kept_path(out)
+            kept.unlink(missing_ok=True)
+            ways = models.decoders(result.request.tile_batch)
+            files = out, kept if keep_frames else None
+            video = _decode_to(files, result.canvas, result.latent, models, tags, told, notes, ways)
+            if keep_frames and video != out:
+                kept.replace(kept_path(video))
             decoders = {f"{part}: {note}" for part in ("audio_vae", "video_vae") for note in models.infos[part].notes}
             notes += sorted(decoders - set(notes))
         except (H3Error, KeyboardInterrupt) as error:
@@ -120,15 +142,8 @@ def save_clip(
         _write_text(manifest_file, dump(manifest))
     report = out.with_suffix(".report.json")
     _write_text(report, json.dumps(make_report(result, notes), indent=1, ensure_ascii=False))
-    return Saved(video, latent, manifest_file, report, tuple(notes))
-
-
-def _write_video(
-    result: RenderResult, models: Models, out: Path, manifest: str | None, progress: Progress | None, notes: list[str]
-) -> Path:
-    tags = {METADATA_KEY: manifest} if manifest is not None else None
-    ways = models.decoders(result.request.tile_batch)
-    return _decode_to(out, result.canvas, result.latent, models, tags, progress, notes, ways)
+    kept = kept_path(video) if keep_frames and video is not None else None
+    return Saved(video, latent, manifest_file, report, tuple(notes), kept)
 
 
 def decode_latent(
@@ -136,11 +151,13 @@ def decode_latent(
 ) -> tuple[Path, tuple[str, ...]]:
     """Decode a saved finished latent to ``out``; returns the path and sentences."""
     notes: list[str] = []
-    return _decode_to(check_output(out), saved.canvas, saved.latent, models, None, progress, notes), tuple(notes)
+    return _decode_to((check_output(out), None), saved.canvas, saved.latent, models, None, progress, notes), tuple(
+        notes
+    )
 
 
 def _decode_to(
-    out: Path,
+    files: tuple[Path, Path | None],
     canvas: Canvas,
     latent: AVLatent,
     models: Models,
@@ -149,6 +166,7 @@ def _decode_to(
     notes: list[str],
     ways: list[Decoder] | None = None,
 ) -> Path:
+    out, kept = files  # kept: where frames and sound before encoding go, or None
     report = progress or (lambda stage, done, total: None)
     try:
         sound, _ = decode_audio(models.audio_vae(), latent, canvas)
@@ -156,10 +174,17 @@ def _decode_to(
         notes.append(f"the sound could not be decoded and the video was saved without it: {error}")
         sound = None
     models.done("audio_vae")
-    with Mp4Writer(out, canvas.width, canvas.height, canvas.num_frames, sound, tags) as writer:
+    with contextlib.ExitStack() as opened:
+        sinks = []
+        if kept is not None:  # closed last, so that it is never older than its mp4
+            sinks.append(opened.enter_context(KeptWriter(kept, canvas.width, canvas.height, sound)))
+        writer = opened.enter_context(Mp4Writer(out, canvas.width, canvas.height, canvas.num_frames, sound, tags))
+        sink = Tee(writer, *sinks)
         notes += decode_video(
-            ways or models.decoders(), latent, writer, lambda done, total: report("decode", done, total)
+            ways or models.decoders(), latent, sink, lambda done, total: report("decode", done, total)
         )
+    if kept is not None:
+        notes.append(f"{kept.name} keeps frames and sound as before encoding ({kept.stat().st_size / 2**20:.1f} MiB)")
     models.done("video_vae")
     notes += writer.notes
     return writer.path
@@ -179,10 +204,19 @@ def make_report(result: RenderResult, notes: list[str]) -> dict:
         "stage_seconds": result.seconds,
         "step_seconds": list(result.step_seconds),
         "dit_calls": result.dit_calls,
+        "device_bytes_peak": device_peak(),
+        "oom_retries": sum("ran out of memory" in note for note in notes),
         "host_bytes_peak": getattr(memory, "peak_wset", None) or _peak_rss(),
         "machine": machine(),
         "stats": result.stats,
     }
+
+
+def device_peak() -> int | None:
+    """Peak bytes that torch has held on the card since the process began; None without a card."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
 def _peak_rss() -> int | None:
@@ -207,6 +241,7 @@ def machine() -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "driver": driver_version(torch.cuda) if torch.cuda.is_available() else None,
     }
 
 

@@ -7,6 +7,8 @@ VIDEO, VIDEO, ... ─▶ H3 Join Video Files ──────┘   and the man
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,15 @@ def lossless_input():
         optional=True,
         default=False,
         tooltip="Keep every pixel and sample value, for comparing clips; few players show such a file.",
+    )
+
+
+def keep_frames_input():
+    return io.Boolean.Input(
+        "keep_frames",
+        optional=True,
+        default=False,
+        tooltip="Keep frames and sound as before encoding beside the file, with its report, for H3 Compare Videos.",
     )
 
 
@@ -166,6 +177,7 @@ class DecodeAndSave(Node):
                 prefix_input(),
                 crf_input(),
                 lossless_input(),
+                keep_frames_input(),
             ],
             outputs=file_outputs(),
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
@@ -175,7 +187,17 @@ class DecodeAndSave(Node):
     @classmethod
     @host.runtime_mode
     def execute(cls, latent, video_vae, audio_vae, filename_prefix="h3/clip", **options):
-        from ..h3_runtime import Encoding, Mp4Writer, NonFiniteError, decode_audio, decode_video, fit_audio
+        from ..h3_runtime import (
+            Encoding,
+            KeptWriter,
+            Mp4Writer,
+            NonFiniteError,
+            Tee,
+            decode_audio,
+            decode_video,
+            fit_audio,
+            kept_path,
+        )
 
         taken, notes, sound_one = taken_for_decoding(latent)
         canvas, clip = taken.canvas, taken.clip
@@ -191,20 +213,41 @@ class DecodeAndSave(Node):
         except NonFiniteError as error:
             notes.append(f"WARNING: the sound could not be decoded and the video was saved without it: {error}")
         encoding = Encoding(crf=options.get("crf", 16), lossless=options.get("lossless", False))
-        with Mp4Writer(path, canvas.width, canvas.height, canvas.num_frames, wave, encoding=encoding) as writer:
+        keep = options.get("keep_frames", False)
+        with contextlib.ExitStack() as files:
+            sinks = (
+                [files.enter_context(KeptWriter(kept_path(path), canvas.width, canvas.height, wave))] if keep else []
+            )
+            writer = files.enter_context(
+                Mp4Writer(path, canvas.width, canvas.height, canvas.num_frames, wave, encoding=encoding)
+            )
+            sink = PolledWriter(Tee(writer, *sinks))
             teller = host.Teller(cls, 1, "decoding the picture")
             if isinstance(picture, PictureAsVae):
                 picture.prepare()
-                notes += decode_video(picture.models.decoders(), clip, PolledWriter(writer), teller.steps)
+                notes += decode_video(picture.models.decoders(), clip, sink, teller.steps)
             else:
-                sink = FrameList()
-                sink.chunks = [video_vae.decode(clip.video)[0]]
-                writer.write(take_frames(sink.frames(), "frames", notes))
+                held = FrameList()
+                held.chunks = [video_vae.decode(clip.video)[0]]
+                sink.write(take_frames(held.frames(), "frames", notes))
             tags, _ = tags_for(cls, result, [picture, ears])  # the VAEs are loaded by now: they belong to it
             writer.set_metadata(tags)
+        if keep:
+            notes += keep_report(writer.path, result, [picture, ears], notes)
         forget(result)
         notes += [*writer.notes, f"saved {writer.path.name}: {canvas.num_frames} frames ({canvas.seconds:.3f} s)"]
         return done(cls, writer.path, shown, notes, label_of(taken, [picture, ears]), sound_one)
+
+
+def keep_report(path: Path, result, parts, notes: list[str]) -> list[str]:
+    """Beside a file whose frames are kept: the report of its render, from which a comparison takes label and costs."""
+    from ..h3_runtime import kept_path, make_report, with_parts
+
+    size = kept_path(path).stat().st_size / 2**20
+    if result is not None:
+        report = json.dumps(make_report(with_parts(result, parts), notes), indent=1, ensure_ascii=False)
+        path.with_suffix(".report.json").write_text(report, encoding="utf-8")
+    return [f"{kept_path(path).name} keeps the frames as before encoding ({size:.1f} MiB)"]
 
 
 class PolledWriter:

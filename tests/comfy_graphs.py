@@ -121,11 +121,53 @@ def minimal_graphs() -> dict[str, dict]:
             "sampler": sampler(),
             "save": decode(),
         },
+        "compare": minimal_compare(),
         "files": {
             **loaders(),
             "one": node("CreateVideo", images=["media", 1], audio=["media", 2], fps=24.0),
             "save": node("H3RuntimeJoinVideoFiles", **{"videos.video_0": ["one", 0]}),
         },
+    }
+
+
+def minimal_compare() -> dict:
+    return {
+        **loaders(),
+        "one": node("CreateVideo", images=["media", 1], audio=["media", 2], fps=24.0),
+        "two": node("CreateVideo", images=["media", 1], fps=24.0),
+        "images": node("H3RuntimeCompare", images_a=["media", 1], images_b=["media", 1]),
+        "videos": node("H3RuntimeCompareVideos", video_a=["one", 0], video_b=["two", 0]),
+    }
+
+
+def full_compare() -> dict:
+    """Two clips in memory with all that tells of them, and two files whose frames were kept."""
+    kept = {name: decode(name, f"full/{name}") for name in ("sampler", "second")}
+    for step in kept.values():
+        step["inputs"]["keep_frames"] = True
+    judged = {"thresholds": "psnr=90", "resize": True, "filename_prefix": "full/compare"}
+    return {
+        **prompted(),
+        "sampler": sampler(),
+        "second": sampler(seed=4),
+        "video": node("H3RuntimeDecodeVideo", latent=["sampler", 0], video_vae=["vaes", 0]),
+        "compare": node(
+            "H3RuntimeCompare",
+            images_a=["media", 1],
+            audio_a=["media", 2],
+            latent_a=["second", 0],
+            report_a=["second", 1],
+            name_a="clip a",
+            images_b=["video", 0],
+            audio_b=["media", 2],
+            latent_b=["sampler", 0],
+            report_b=["video", 1],
+            name_b="clip b",
+            **judged,
+        ),
+        "kept_a": kept["sampler"],
+        "kept_b": kept["second"],
+        "files": node("H3RuntimeCompareVideos", video_a=["kept_a", 0], video_b=["kept_b", 0], **judged),
     }
 
 
@@ -307,7 +349,7 @@ def full_acceleration() -> dict:
 
 
 def full_graphs() -> dict[str, dict]:
-    made = (full_guides, full_masks, full_references, full_files, full_acceleration)
+    made = (full_guides, full_masks, full_references, full_files, full_acceleration, full_compare)
     return {make.__name__.removeprefix("full_"): make() for make in made}
 
 

@@ -31,7 +31,7 @@ GROUPS = tuple(
         "< pressure memory/rows memory/weights memory/moments memory/moments_media memory/plan memory/plan_lines "
         "< model < render < manifest < save embed < graph < forecast < compare engines < demo "
         "< verify bench bench_accelerators bench_text bench_quant bench_card selftest inspection "
-        "weight_commands accelerate_command plan_command recover_command < cli < __main__"
+        "weight_commands accelerate_command plan_command recover_command compare_command terminal < cli < __main__"
     ).split(" < ")
 )
 RANK = {entry: rank for rank, group in enumerate(GROUPS) for entry in group}

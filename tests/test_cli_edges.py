@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from h3_runtime import cli
+from h3_runtime import cli, terminal
 from h3_runtime.checkpoint.reader import SafetensorsFile
 from h3_runtime.demo.maker import make_model
 from h3_runtime.demo.run import disc, guided, text_to_video, tone, write_sound
@@ -317,8 +317,8 @@ def test_names_that_are_no_text_can_be_saved():
 
 def test_progress_without_a_terminal_is_told_now_and_then(monkeypatch, capsys):
     clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr(cli.time, "monotonic", lambda: next(clock))
-    say = cli._Say(to_stderr=False)
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
+    say = terminal.Say(to_stderr=False)
     for done in range(1, 6):
         say.progress("denoise", done, 5)
     lines = capsys.readouterr().out.splitlines()

@@ -241,7 +241,7 @@ def test_broken_sound_never_costs_the_video(tmp_path, monkeypatch):
         raise ValueError("no such sound")
         yield
 
-    monkeypatch.setattr(media_write, "_coded", refuse)
+    monkeypatch.setattr(media_write, "coded_sound", refuse)
     writer = write_clip(tmp_path / "mute.mp4", grey_frames(22), audio=noise(audio_samples(22)))
     assert "saved without it" in writer.notes[0]
     clip = media.read_clip(tmp_path / "mute.mp4")

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import re
 import time
+import urllib.request
 
 import pytest
 import torch
 
+from h3_runtime.compare.page import viewer_source
 from h3_runtime.latents import load_latent
 from h3_runtime.media import read_clip, read_metadata
 
@@ -108,6 +110,12 @@ def test_every_text_is_there_in_english_and_chinese(server, info):
 
 
 # ---- every node, with the least and with all of its inputs
+
+
+def test_the_viewer_of_two_clips_is_served(server):
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/api/h3_runtime/compare_viewer.js") as answer:
+        assert answer.headers["Content-Type"].startswith("text/javascript")
+        assert answer.read().decode("utf-8") == viewer_source()
 
 
 def ids_in(graphs: dict[str, dict]) -> set[str]:

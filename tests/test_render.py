@@ -69,6 +69,22 @@ def test_a_clip_has_its_frames_and_exactly_its_samples(capsys, model, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "a.mp4", "a.report.json"]
 
 
+def test_kept_frames_are_those_before_encoding(capsys, model, tmp_path):
+    rows, words = small(capsys, model, tmp_path / "a.mp4", "--keep-frames")
+    assert "a.kept.mkv keeps frames and sound as before encoding" in words
+    small(capsys, model, tmp_path / "b.mp4", "--keep-frames", "--seed", 1)
+    status, told, words = run(capsys, "compare", tmp_path / "a.mp4", tmp_path / "b.mp4")
+    measured = values(told)
+    assert status == 0 and measured["basis"] == "before encoding" and measured["label/A"] == rows["label"], words
+    kept, coded = read_clip(tmp_path / "a.kept.mkv"), read_clip(tmp_path / "a.mp4")
+    apart = np.abs(kept.frames.astype(int) - coded.frames).mean()
+    assert kept.frames.shape == coded.frames.shape and 0 < apart < 20
+    report = json.loads((tmp_path / "a.report.json").read_text())
+    assert 0 < report["stats"]["first_frame_seconds"] <= sum(report["stage_seconds"].values())
+    small(capsys, model, tmp_path / "a.mp4")
+    assert not (tmp_path / "a.kept.mkv").exists(), "they were of the render before"
+
+
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(capsys, model, tmp_path):
     first, _ = small(capsys, model, tmp_path / "a.mp4")
     second, _ = small(capsys, model, tmp_path / "b.mp4")

@@ -11,6 +11,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import av
@@ -143,3 +144,46 @@ def video_stream(container: av.container.InputContainer) -> av.VideoStream | Non
         if not int(stream.disposition) & ATTACHED_PICTURE:
             return stream
     return None
+
+
+@dataclass(frozen=True)
+class TrackFacts:
+    """What a video file's tracks say of themselves. ``num_frames`` at 24 a second; ``sound_start`` in seconds after
+    the picture's; both None where the file does not tell."""
+
+    picture_codec: str
+    pixels: str
+    rgb: bool
+    lossless_h264: bool
+    fps: float
+    num_frames: int | None
+    sound_codec: str | None
+    sound_rate: int | None
+    sound_start: float | None
+
+
+def track_facts(path: str | os.PathLike) -> TrackFacts:
+    """The codecs, rate and beginnings of a video file. H3Error for a file without a moving picture."""
+    with open_media(path) as container:
+        picture = video_stream(container)
+        if picture is None:
+            raise H3Error(f"{path} holds no moving picture: give a video file")
+        codec, rate = picture.codec_context, picture.average_rate or picture.guessed_rate or FPS
+        length = picture.duration * picture.time_base if picture.duration else (container.duration or 0) / av.time_base
+        sound = container.streams.audio[0] if container.streams.audio else None
+        start = None
+        if sound is not None:
+            starts = [(stream.start_time or 0) * stream.time_base for stream in (sound, picture)]
+            start = float(starts[0] - starts[1])
+        first = next(container.demux(picture))
+        return TrackFacts(
+            picture_codec=codec.name,
+            pixels=codec.pix_fmt or "",
+            rgb=codec.format is not None and codec.format.is_rgb,
+            lossless_h264=codec.name == "h264" and b" qp=0\0" in bytes(first),  # x264 writes how it coded
+            fps=float(rate),
+            num_frames=round(length * FPS) or None,
+            sound_codec=None if sound is None else sound.codec_context.name,
+            sound_rate=None if sound is None else sound.codec_context.sample_rate,
+            sound_start=start,
+        )

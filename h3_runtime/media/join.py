@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import av
 import torch
 
 from ..errors import H3Error
 from ..geometry import AUDIO_CHANNELS, SAMPLE_RATE, audio_samples
+from ..unfinished import part_path
 from .clips import stream_frames
-from .files import check_output_path
+from .files import check_output_path, open_media, publish
 from .sound import fit_audio, read_audio
 from .write import Encoding, Mp4Writer
 
@@ -68,6 +70,28 @@ def join_files(
                 progress(done, len(takes))
         writer.set_audio(torch.cat(sounds, dim=1))
     return writer.path, total, (*notes, *writer.notes)
+
+
+def copy_tracks(source: str | os.PathLike, target: str | os.PathLike) -> Path:
+    """Copy the coded picture and sound of an mp4 to another, bit for bit, without its tags (workflow, prompt)."""
+    target = check_output_path(target)
+    part = part_path(target, target.suffix)
+    try:
+        with (
+            open_media(source) as given,
+            av.open(str(part), "w", format="mp4", options={"movflags": "faststart"}) as made,
+        ):
+            wanted = [*given.streams.video[:1], *given.streams.audio[:1]]
+            copies = {stream.index: made.add_stream_from_template(stream) for stream in wanted}
+            for packet in given.demux(wanted):
+                if packet.dts is not None:
+                    packet.stream = copies[packet.stream.index]
+                    made.mux(packet)
+        return publish(part, target)
+    except av.FFmpegError as error:
+        raise H3Error(f"{target} could not be written ({error}): choose another folder") from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _sound_of(take: Take, samples: int, notes: list[str]) -> torch.Tensor:

@@ -11,6 +11,7 @@ sound and not the picture. The same frames, sound and tags give the same bytes w
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ class Mp4Writer:
         self.frames_written = 0
         self.notes: tuple[str, ...] = ()
         self._sound: torch.Tensor | None = None
+        self._more: list[tuple[str, torch.Tensor]] = []
+        self._title = ""
         self._metadata: dict[str, str] = {}
         if audio is not None:
             self.set_audio(audio)
@@ -136,13 +139,16 @@ class Mp4Writer:
         except av.FFmpegError as failure:
             raise self._failed(failure) from failure
 
-    def set_audio(self, audio: torch.Tensor | np.ndarray | None) -> None:
-        """The sound, float [2, L] at 32 kHz from the first frame on; None: no sound track. The last call counts."""
-        if audio is not None:
-            audio = torch.as_tensor(audio).detach().cpu().float()
-            if audio.ndim != 2 or audio.shape[0] != AUDIO_CHANNELS:
-                raise H3Error(f"sound has shape {list(audio.shape)}: give [2, samples] at {SAMPLE_RATE} Hz")
-        self._sound = audio
+    def set_audio(self, audio: torch.Tensor | np.ndarray | None, title: str = "") -> None:
+        """The sound, float [2, L] at 32 kHz from the first frame on; None: no sound track. The last call counts.
+
+        ``title`` is what players call the track.
+        """
+        self._sound, self._title = None if audio is None else _checked_sound(audio), title
+
+    def add_audio(self, audio: torch.Tensor | np.ndarray, title: str) -> None:
+        """One more sound track beside that of ``set_audio``, for a player's menu."""
+        self._more.append((title, _checked_sound(audio)))
 
     def set_metadata(self, metadata: dict[str, str]) -> None:
         """Add tags (any length, any characters but NUL); a tag that was there is replaced."""
@@ -197,35 +203,39 @@ class Mp4Writer:
         self._container.mux(self._stream.encode(None))
         self._container.close()
         self._container = None
-        sound, notes = None, ()
-        if self._sound is not None:
-            sound, notes = _ready_sound(self._sound, audio_samples(self.frames_written))
+        tracks, notes = [], ()
+        for title, sound in ([] if self._sound is None else [(self._title, self._sound)]) + self._more:
+            ready, said = ready_sound(sound, audio_samples(self.frames_written))
+            tracks.append((title, ready))
+            notes += said
         try:
-            whole = self._join(sound)
+            whole = self._join(tracks)
         except (av.FFmpegError, ValueError) as failure:
-            if sound is None:
+            if not tracks:
                 raise
-            whole = self._join(None)
+            whole = self._join([])
             notes = (*notes, f"the sound could not be encoded ({failure}): the video was saved without it")
         target = publish(whole, self.path)
         if target != self.path:
             notes = (*notes, f"{self.path.name} is open in another program: saved as {target.name}")
         self.path, self.notes = target, (*self.notes, *notes)
 
-    def _join(self, sound: torch.Tensor | None) -> Path:
-        """Copy the coded picture into a second temp file, with the sound coded beside it and the tags in front."""
+    def _join(self, tracks: list[tuple[str, torch.Tensor]]) -> Path:
+        """Copy the coded picture into a second temp file, with the sounds coded beside it and the tags in front."""
         whole = self._new_part()
         flags = {"movflags": "use_metadata_tags+faststart"}
         with av.open(str(self._parts[0])) as source, av.open(str(whole), "w", format="mp4", options=flags) as target:
             target.metadata.update(self._metadata)
             picture = target.add_stream_from_template(source.streams.video[0])
-            packets = iter(()) if sound is None else self._sound_packets(target, sound)
+            streams = [self._sound_stream(target, title) for title, _ in tracks]
+            coded = [coded_sound(s, self._samples(sound), s.format.name) for s, (_, sound) in zip(streams, tracks)]
+            packets = heapq.merge(*coded, key=_time_of)
             waiting = next(packets, None)
             for packet in source.demux(source.streams.video[0]):
                 if packet.dts is None:  # the end mark of demux
                     continue
-                now = packet.dts * packet.time_base
-                while waiting is not None and waiting.dts * waiting.time_base <= now:
+                now = _time_of(packet)
+                while waiting is not None and _time_of(waiting) <= now:
                     target.mux(waiting)
                     waiting = next(packets, None)
                 packet.stream = picture
@@ -235,15 +245,18 @@ class Mp4Writer:
                 waiting = next(packets, None)
         return whole
 
-    def _sound_packets(self, target: av.container.OutputContainer, sound: torch.Tensor) -> Iterator[av.Packet]:
+    def _sound_stream(self, target: av.container.OutputContainer, title: str) -> av.AudioStream:
         if self.encoding.lossless:
-            stream, kind = target.add_stream("alac", rate=SAMPLE_RATE, layout="stereo", format="s32p"), "s32p"
-            samples = (sound.double() * 2**23).round().clamp(-(2**23), 2**23 - 1).to(torch.int32).numpy() * 256
+            stream = target.add_stream("alac", rate=SAMPLE_RATE, layout="stereo", format="s32p")
         else:
-            stream, kind = target.add_stream("aac", rate=SAMPLE_RATE, layout="stereo"), "fltp"
+            stream = target.add_stream("aac", rate=SAMPLE_RATE, layout="stereo")
             stream.bit_rate = self.encoding.audio_bitrate
-            samples = sound.numpy()  # [2, L]
-        return _coded(stream, samples, kind)
+        if title:
+            stream.metadata["title"] = stream.metadata["handler_name"] = title
+        return stream
+
+    def _samples(self, sound: torch.Tensor) -> np.ndarray:
+        return sound_bits(sound) if self.encoding.lossless else sound.numpy()  # [2, L]
 
     def _failed(self, failure: av.FFmpegError) -> H3Error:
         return H3Error(f"{self.path} could not be written ({failure}): check the free space, or choose another folder")
@@ -260,16 +273,34 @@ class Mp4Writer:
         self._parts = []
 
 
-def _coded(stream: av.AudioStream, samples: np.ndarray, kind: str) -> Iterator[av.Packet]:
+def _time_of(packet: av.Packet) -> Fraction:
+    return packet.dts * packet.time_base
+
+
+def _checked_sound(audio: torch.Tensor | np.ndarray) -> torch.Tensor:
+    audio = torch.as_tensor(audio).detach().cpu().float()
+    if audio.ndim != 2 or audio.shape[0] != AUDIO_CHANNELS:
+        raise H3Error(f"sound has shape {list(audio.shape)}: give [2, samples] at {SAMPLE_RATE} Hz")
+    return audio
+
+
+def sound_bits(sound: torch.Tensor) -> np.ndarray:
+    """float [2, L] in -1..1 as int32 [2, L] whose upper 24 bits are used."""
+    return (sound.double() * 2**23).round().clamp(-(2**23), 2**23 - 1).to(torch.int32).numpy() * 256
+
+
+def coded_sound(stream: av.AudioStream, samples: np.ndarray, kind: str) -> Iterator[av.Packet]:
+    """``samples`` [2, L] in the sample format ``kind`` (planar or interleaved), block by block, as packets."""
     for start in range(0, samples.shape[1], AAC_BLOCK):
-        block = np.ascontiguousarray(samples[:, start : start + AAC_BLOCK])
-        frame = av.AudioFrame.from_ndarray(block, format=kind, layout="stereo")
+        block = samples[:, start : start + AAC_BLOCK]
+        block = block if kind.endswith("p") else block.T.reshape(1, -1)
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(block), format=kind, layout="stereo")
         frame.sample_rate, frame.pts, frame.time_base = SAMPLE_RATE, start, Fraction(1, SAMPLE_RATE)
         yield from stream.encode(frame)
     yield from stream.encode(None)
 
 
-def _ready_sound(sound: torch.Tensor, samples: int) -> tuple[torch.Tensor, tuple[str, ...]]:
+def ready_sound(sound: torch.Tensor, samples: int) -> tuple[torch.Tensor, tuple[str, ...]]:
     """Sound that an encoder takes, exactly ``samples`` long, and what was done to it."""
     notes = []
     broken = ~torch.isfinite(sound)

@@ -272,7 +272,7 @@ def probe_card(device: str | torch.device = "cuda", cuda=torch.cuda, cache: Path
         return None
     free, total = cuda.mem_get_info(device)
     name = cuda.get_device_properties(device).name
-    key = f"{name} | driver {_driver(cuda)} | torch {torch.__version__}"
+    key = f"{name} | driver {driver_version(cuda)} | torch {torch.__version__}"
     rates = Rates(cache).get(key, RATES, lambda: _measure_card(device, cuda, free))
     return Card(name, total, free, *(rates[kind] for kind in RATES), measured=True)
 
@@ -293,7 +293,8 @@ class _NoCuda:
         pass
 
 
-def _driver(cuda) -> str:
+def driver_version(cuda) -> str:
+    """The driver's CUDA version as torch tells it."""
     try:
         return str(torch._C._cuda_getDriverVersion()) if cuda is torch.cuda else cuda.driver
     except (AttributeError, RuntimeError):
