@@ -16,17 +16,7 @@ from .save import PREFIX_TOOLTIP
 from .sockets import CATEGORY, Node, io, video_of_file
 
 FOLDER = f"{CATEGORY}/compare"
-VIEWER = "/h3_runtime/compare_viewer.js"
 LABELS = ("LOSSLESS", "EXACT MATH", "APPROXIMATE")
-
-
-def viewer_text() -> str:
-    from ..h3_runtime import viewer_source
-
-    return viewer_source()
-
-
-host.serve_text(VIEWER, viewer_text, "text/javascript")
 
 
 def shared_inputs():

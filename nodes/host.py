@@ -173,20 +173,6 @@ def workflow_tags(hidden) -> dict[str, str]:
     return tags
 
 
-def serve_text(route: str, text: Callable[[], str], kind: str) -> None:
-    """Give the page one fixed text of ours at ``route``. Nothing that the page sends is looked at."""
-    try:
-        from aiohttp import web
-        from server import PromptServer
-
-        async def answer(request):
-            return web.Response(text=text(), content_type=kind)
-
-        PromptServer.instance.routes.get(route)(answer)
-    except Exception as error:
-        _once("its own page texts", error)
-
-
 # --- stopping and telling --------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
-"""What the page may ask of this package: two read-only routes, everything checked, no path from the page is opened.
+"""What the page may ask of this package: three read-only routes, everything checked, no path from the page is opened.
 
 GET  /h3_runtime/nodes                          ─▶ {labelled: [node ids], planned: [node ids]}
+GET  /h3_runtime/compare_viewer.js              ─▶ the A/B viewer, which report.html holds too
 POST /h3_runtime/forecast {graph, vram_gib, ram_gib} ─▶ {labels: {id: ...}, plans: {id: ...}}     (foresee.py)
 
 A file is named only by a choice that the node's own list offers now. What is malformed is refused with status 400 and
@@ -151,13 +152,21 @@ def add_routes() -> None:
 
         routes = PromptServer.instance.routes
     except Exception as error:
-        host.log.warning("H3 Runtime shows no labels and plans on the page: this ComfyUI offers no routes (%s)", error)
+        host.log.warning(
+            "H3 Runtime shows no labels, plans and A/B viewer on the page: this ComfyUI offers no routes (%s)", error
+        )
         return
     one_at_a_time = asyncio.Lock()
 
     @routes.get(f"{PREFIX}/nodes")
     async def nodes(request):
         return web.json_response(node_lists())
+
+    @routes.get(f"{PREFIX}/compare_viewer.js")
+    async def viewer(request):
+        from ..h3_runtime import viewer_source
+
+        return web.Response(text=viewer_source(), content_type="text/javascript")
 
     @routes.post(f"{PREFIX}/forecast")
     async def foresee(request):

@@ -122,11 +122,15 @@ def minimal_graphs() -> dict[str, dict]:
             "save": decode(),
         },
         "compare": minimal_compare(),
-        "files": {
-            **loaders(),
-            "one": node("CreateVideo", images=["media", 1], audio=["media", 2], fps=24.0),
-            "save": node("H3RuntimeJoinVideoFiles", **{"videos.video_0": ["one", 0]}),
-        },
+        "files": minimal_files(),
+    }
+
+
+def minimal_files() -> dict:
+    return {
+        **loaders(),
+        "one": node("CreateVideo", images=["media", 1], audio=["media", 2], fps=24.0),
+        "save": node("H3RuntimeJoinVideoFiles", **{"videos.video_0": ["one", 0]}),
     }
 
 

@@ -31,12 +31,12 @@ function isDark() {
 
 /** Room for the picture at the node's width, and for what stands around it. */
 function height(node) {
-  const told = node.h3Compare?.told;
-  if (!told) return LOWEST;
-  return Math.min(HIGHEST, Math.max(LOWEST, Math.round(node.size[0] * told.height / told.width) + BESIDE));
+  const made = node.h3Compare?.made;
+  if (!made) return LOWEST;
+  return Math.min(HIGHEST, Math.max(LOWEST, Math.round(node.size[0] * made.height / made.width) + BESIDE));
 }
 
-async function show(node, told) {
+async function show(node, made) {
   const { mountViewer, WORDS } = await loadViewer();
   if (!node.h3Compare) {
     const element = document.createElement("div");
@@ -44,7 +44,7 @@ async function show(node, told) {
     const widget = node.addDOMWidget("h3_compare_viewer", "h3_compare_viewer", element, {
       serialize: false, hideOnZoom: false, getMinHeight: () => height(node),
     });
-    node.h3Compare = { element, widget, shown: null, told };
+    node.h3Compare = { element, widget, shown: null, made };
     const removed = node.onRemoved;
     node.onRemoved = function () {
       node.h3Compare?.shown?.destroy();
@@ -57,10 +57,10 @@ async function show(node, told) {
   }
   const held = node.h3Compare;
   held.shown?.destroy();
-  held.told = told;
+  held.made = made;
   held.element.style.colorScheme = isDark() ? "dark" : "light";
-  const urls = { a: fileUrl(told.clips.a), b: fileUrl(told.clips.b) };
-  held.shown = mountViewer(held.element, told, urls, { words: WORDS[language().split("-")[0]] || WORDS.en });
+  const urls = { a: fileUrl(made.clips.a), b: fileUrl(made.clips.b) };
+  held.shown = mountViewer(held.element, made, urls, { words: WORDS[language().split("-")[0]] || WORDS.en });
   app.graph?.setDirtyCanvas?.(true, true);
 }
 
@@ -71,8 +71,8 @@ app.registerExtension({
     const executed = nodeType.prototype.onExecuted;
     nodeType.prototype.onExecuted = function (output) {
       const result = executed?.apply(this, arguments);
-      const told = output?.h3_compare?.[0];
-      if (told) show(this, told).catch((error) => console.warn("H3 Compare: the viewer could not be shown", error));
+      const made = output?.h3_compare?.[0];
+      if (made) show(this, made).catch((error) => console.warn("H3 Compare: the viewer could not be shown", error));
       return result;
     };
   },
