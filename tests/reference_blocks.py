@@ -115,6 +115,9 @@ class OnePlace(Models):
     def video_vae(self):
         return self.small.video_vae
 
+    def video_encoder(self, device=None):
+        return self.small.video_vae
+
     def audio_vae(self):
         return self.small.audio_vae
 
