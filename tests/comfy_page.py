@@ -35,6 +35,7 @@ PLAIN = {
     "Comfy.Graph.CanvasInfo": False,
     "LiteGraph.Canvas.MinFontSizeForLOD": 0,
     "Comfy.TutorialCompleted": True,
+    "Comfy.VueNodes.Enabled": False,  # the server keeps settings: a task that asks for the newer nodes names them
 }
 SIZE = {"width": 2400, "height": 1350}
 

@@ -85,6 +85,10 @@ def test_the_canvas_is_what_is_described(workflow):
         linked = {key: value[0] for key, value in step["inputs"].items() if isinstance(value, list)}
         assert linked == {key: ids[source] for key, (source, _) in box["links"].items()}, box["name"]
     assert canvas_of(workflow.name)["id"] == described["id"]
+    notes = [box["widgets"]["text"] for box in described["nodes"] if box["type"] == "MarkdownNote"]
+    kept = [node["widgets_values"][0] for node in canvas_of(workflow.name)["nodes"] if node["type"] == "MarkdownNote"]
+    assert kept == notes
+    assert "`" not in notes[0], "the page's newer nodes show code in notes as blue on blue"
 
 
 # ---- what a user must not meet

@@ -140,8 +140,8 @@ def text_to_video() -> Workflow:
 Write what is seen and heard in *H3 Encode Prompt* and press **Run**. *H3 Decode and Save Video* plays the clip \
 with its sound; the file is in the output folder under h3/.
 
-Speech is written `<d>[English] Good evening.</d>`. There is no negative prompt and no guidance scale: the model \
-was trained without them.
+Speech is written *\\<d\\>\\[English\\] Good evening.\\</d\\>*. There is no negative prompt and no guidance \
+scale: the model was trained without them.
 
 To make another clip from the same words, change the seed. Only the sampler and what follows it run again.
 """
@@ -264,8 +264,8 @@ def references() -> Workflow:
     words = """
 # 05 References
 
-The prompt names what is connected: `<Picture 1>`, `<Video 1>`, `<Audio 1>` ... A reference lends its look, \
-motion or voice; it is not copied. Press **Run**.
+The prompt names what is connected: *\\<Picture 1\\>*, *\\<Video 1\\>*, *\\<Audio 1\\>* ... A reference lends its \
+look, motion or voice; it is not copied. Press **Run**.
 
 **Your media.** Connect *Load Image* to *image_0* (up to 9 pictures), *Load Video* to *video_0* (up to 3 clips \
 of 2 to 15 seconds), *Load Audio* to *sound_0* (up to 3). A clip brings its own sound, which counts before the \
