@@ -475,7 +475,7 @@ def test_the_first_keyframe_shapes_the_canvas_and_is_stretched():
     wide = Media(frames=torch.zeros(1, 80, 120, 3, dtype=torch.uint8).numpy(), name="wide")
     placed = place(RenderRequest("x", first_frame=tall, last_frame=wide))
     assert (placed.canvas.width, placed.canvas.height) == (768, 1152) or placed.canvas.height > placed.canvas.width
-    assert not any("tall" in note for note in placed.notes)
+    assert "tall (80x120) was resized to 768x1152" in placed.notes, "neither cropped nor stretched"
     assert any(note.startswith("wide (120x80) was cropped") for note in placed.notes)
     assert [g.frame_index for g in placed.guides] == [0, 123]
     alone = place(RenderRequest("x", last_frame=wide, size=(96, 96)))
