@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ PREFIX = "/h3_runtime"
 MOST_NODES = 5000
 LONGEST = 200_000  # characters of a text
 OURS = "H3Runtime"
+WITH_OPTIONS = "COMFY_DYNAMICCOMBO_V3"  # a choice whose options stand below it, as NAME.OPTION
 MOST_GIB = 1 << 14
 
 
@@ -106,11 +108,11 @@ def wrong_widgets(graph: dict[str, dict]) -> dict[str, str]:
         schema = schemas.get(found["class_type"])
         if schema is None and found["class_type"].startswith(OURS):
             wrong[node] = "this node is not known to the H3 Runtime that runs here: update it or the workflow"
-        for field in () if schema is None else schema.inputs:
-            value = found["inputs"].get(field.id)
+        for name, field in () if schema is None else widgets_of(schema.inputs, found["inputs"]):
+            value = found["inputs"].get(name)
             if value is None or isinstance(value, list):
                 continue
-            sentence = wrong_value(field, value)
+            sentence = wrong_value(name, field, value)
             if sentence:
                 wrong[node] = f"{schema.display_name}: {sentence}"
                 break
@@ -124,12 +126,23 @@ def schemas_of(ids: set[str]) -> dict[str, Any]:
     return {schema.node_id: schema for schema in made if schema.node_id in ids}
 
 
-def wrong_value(field, value) -> str:
-    """Why ``field`` of a node cannot hold ``value``, "" when it can."""
-    shown = f"{field.id} is {str(value)[:80]!r}"
+def widgets_of(fields, inputs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(name in the prompt, field) of each field, and of those below the choice that a choice with options holds."""
+    for field in fields:
+        yield field.id, field
+        if field.get_io_type() == WITH_OPTIONS:
+            chosen = [option for option in field.options if option.key == inputs.get(field.id)]
+            for below in chosen[0].inputs if chosen else ():
+                yield f"{field.id}.{below.id}", below
+
+
+def wrong_value(name: str, field, value) -> str:
+    """Why the widget ``name`` of a node cannot hold ``value``, "" when it can."""
+    shown = f"{name} is {str(value)[:80]!r}"
     kind = field.get_io_type()
-    if kind == "COMBO":
-        return "" if value in field.options else f"{shown}, which is not among its choices: press R and choose again"
+    if kind in ("COMBO", WITH_OPTIONS):
+        known = [option.key for option in field.options] if kind == WITH_OPTIONS else field.options
+        return "" if value in known else f"{shown}, which is not among its choices: press R and choose again"
     if kind == "BOOLEAN":
         return "" if isinstance(value, bool) else f"{shown}: it is on or off"
     if kind in ("INT", "FLOAT"):

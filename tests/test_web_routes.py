@@ -285,6 +285,21 @@ def test_a_graph_that_cannot_run_has_a_sentence_for_a_label(pack, name, widgets,
     assert words in answer["labels"]["sampler"]["error"] and words in answer["plans"]["sampler"]["error"]
 
 
+@pytest.mark.parametrize(
+    "widgets, words",
+    [
+        ({"accelerator": "warp"}, "accelerator is 'warp', which is not among its choices"),
+        ({"accelerator": "forecast", "accelerator.degree": "far"}, "accelerator.degree is 'far': give a number"),
+        ({"accelerator": "preset", "accelerator.preset": "best"}, "accelerator.preset is 'best', which is not among"),
+        ({"accelerator": "second-order"}, ""),
+        ({"accelerator": "preset", "accelerator.preset": "lossless", "accelerator.degree": "of another choice"}, ""),
+    ],
+)
+def test_options_below_a_choice_are_checked_as_the_choice_has_them(pack, widgets, words):
+    wrong = pack.routes.wrong_widgets({"fast": node("H3RuntimeAccelerate", **widgets)})
+    assert words in wrong.get("fast", "") and bool(wrong) == bool(words)
+
+
 def test_a_circle_an_unknown_node_and_other_weights_end_in_a_sentence(pack):
     circle = {**rendered(), "masked": node("H3RuntimeNoiseMasks", latent=["again", 0])}
     circle |= {"again": node("H3RuntimeNoiseMasks", latent=["masked", 0]), "sampler": sampler(latent="masked")}
