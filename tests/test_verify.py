@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from h3_runtime import layout, sampler, schedule, steps
+from h3_runtime import layout, sampler, schedule, solvers, steps
 from h3_runtime.errors import H3Error
 from h3_runtime.models import attention
 from h3_runtime.models.dit import DiT, DiTConfig
@@ -111,7 +111,7 @@ def test_a_flipped_sign_of_the_step_is_seen(monkeypatch):
     def wrong(x, velocity, *rest):
         return right(x, -velocity, *rest)
 
-    monkeypatch.setattr(sampler, "euler_step", wrong)
+    monkeypatch.setattr(solvers, "euler_step", wrong)
     monkeypatch.setattr(cases, "euler_step", wrong)
     assert reds(GOLDEN, ["loop/", "schedule/"]) == {"loop/t2va", "loop/fl2va_first", "schedule/step"}
 
