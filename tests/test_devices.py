@@ -17,6 +17,7 @@ from h3_runtime.layout import PackedLayout
 from h3_runtime.models.audio_vae import AudioVAE
 from h3_runtime.models.dit import DiT
 from h3_runtime.models.video_vae import VideoVAE
+from h3_runtime.solvers import SOLVERS
 
 from .small_jobs import CONFIG, clip, job, picture, sound
 
@@ -28,6 +29,12 @@ class Finite:
 
     def all(self) -> bool:
         return True
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __and__(self, other: Finite) -> Finite:
+        return self
 
     def __invert__(self) -> Finite:
         return self
@@ -95,10 +102,11 @@ def test_a_forward_mixes_no_devices(monkeypatch, request, name, before_loop):
     dit = on_card(DiT, CONFIG)
     streams = sampler._streams(made, noise, card)
     model = sampler.VelocityModel(dit, layout, plans, dit.refine_text(made.text.hidden), held)
+    solver = SOLVERS["second-order"]()
     for plan in plans.forwards[:2]:
         step = steps.on_device(plan, card)
         velocity = model.velocity(sampler.Rows(*(stream.feed() for stream in streams)), step)
         for stream, rows in zip(streams, velocity):
             assert rows.device == card
-            stream.step(rows, step.video_sigma, step.video_sigma_next)
+            stream.step(solver, rows, step.video_sigma, step.video_sigma_next)
             assert stream.rows.device == card

@@ -85,7 +85,7 @@ def test_memory_that_runs_out_hands_over_to_the_next_way(whole, load):
 
 
 def test_what_another_device_encoded_is_not_kept_for_the_first(whole):
-    cache, origin = LatentCache(), MediaOrigin.of("vae", "cpu")
+    cache, origin = LatentCache(), MediaOrigin("vae", ())
     wanted = [Encode(frames(), "sampled", lambda encode: encode(frames()))]
     for ways, kept in (([Encoder("on cuda", out_of_memory)], 0), ([], 1)):
         ways.append(Encoder("on the CPU", lambda: whole))

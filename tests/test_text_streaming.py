@@ -150,7 +150,7 @@ def test_ten_encodes_leave_nothing(plain):
     assert_same(got, want)
     del got
     gc.collect()
-    assert threading.active_count() == threads and _live_bytes() == tensors
+    assert threading.active_count() <= threads and _live_bytes() == tensors
     assert psutil.Process().memory_info().rss - rss < 32e6
 
 
