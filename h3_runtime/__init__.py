@@ -11,6 +11,7 @@ _HOMES = {
     "ACCELERATORS": "accelerators",
     "AVLatent": "job",
     "Acceleration": "accelerators.presets",
+    "CARRIED_MODEL": "demo.carried",
     "Canvas": "geometry",
     "CheckpointInfo": "checkpoint.info",
     "Encoding": "media",

@@ -322,12 +322,15 @@ def _tupled(value: Any) -> Any:
 def find_partition(source: TensorSource) -> tuple[str, list[str]]:
     """fl2va, ref2va or unknown, and notes. The two have the same tensors: only what is written around them tells.
 
-    In this order: the file's metadata; model_index.json of the official folder; folder names; the file's name. A later
-    sign that contradicts an earlier one is noted.
+    A file whose metadata names both serves either: unknown, and nothing to note. In this order: the file's metadata;
+    model_index.json of the official folder; folder names; the file's name. A later sign that contradicts an earlier one
+    is noted.
     """
     path = Path(os.path.abspath(source.path))
     folder = path if path.is_dir() else path.parent
     signs: list[tuple[str, str]] = []
+    if any(source.metadata.get(key, "").split() == list(PARTITIONS) for key in PARTITION_KEYS):
+        return "unknown", []
     for key in PARTITION_KEYS:
         signs += [(word, f"metadata {key}") for word in _partitions_in(source.metadata.get(key, ""))]
     index = folder.parent / "model_index.json"

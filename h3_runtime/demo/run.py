@@ -1,7 +1,7 @@
-"""python -m h3_runtime demo: two clips with a small model made on the spot, through the same code as real renders.
+"""python -m h3_runtime demo: two clips with the small carried model, through the same code as real renders.
 
-make_model ─▶ 1 text to video                                   OUT/1_text_to_video.mp4
-           ─▶ 2 first frame + guide in the middle + sound guide   OUT/2_guided.mp4
+carried model ─▶ 1 text to video                                   OUT/1_text_to_video.mp4
+              ─▶ 2 first frame + guide in the middle + sound guide   OUT/2_guided.mp4
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from ..render import render_request
 from ..request import GuideRequest, Media, RenderRequest
 from ..save import check_output, save_clip
 from ..schedule import check_forwards
-from .maker import make_model
+from .carried import CARRIED_MODEL
+from .world import Scene
 
 CLIPS = ("1_text_to_video", "2_guided")
-SIZE = (192, 128)
-FRAMES = 39
-MIDDLE = 19
+SIZE = (128, 128)  # what the carried model was trained at
+FRAMES = 22
+MIDDLE = 11
 SOUND_SECONDS = 0.5
 
 
@@ -44,10 +45,9 @@ def demo(out: Path, num_forwards: int, say: Callable[[str], None], progress: Cal
     for name in CLIPS:
         check_output(out / f"{name}.mp4")
     began = time.perf_counter()
-    model = make_model(out / "model")
-    say(f"made a small model of the release's architecture with seeded random weights in {model}")
-    say("its pictures are blotches of colour by design: it shows that every part runs and repeats bit for bit")
-    models = Models(find_parts(model), torch.float32, "cpu", keep=True)
+    say(f"the small carried model, of the release's architecture: {CARRIED_MODEL}")
+    say("it knows one coloured shape on grey and its tones, nothing else: what it can do stands in its CARD.md")
+    models = Models(find_parts(CARRIED_MODEL), torch.float32, "cpu", keep=True)
     results = []
     for name, request in zip(CLIPS, (text_to_video(num_forwards), guided(out, num_forwards))):
         say(f"{name}: {request.prompt}")
@@ -81,11 +81,12 @@ def guided(out: Path, num_forwards: int) -> RenderRequest:
     """The second clip: its first frame, one guide in the middle and half a second of sound, all drawn here."""
     first = out / "first_frame.png"
     middle = out / "guide.png"
-    write_image(first, disc((200, 40, 40), 0.2))
-    write_image(middle, disc((40, 90, 200), 0.7))
+    scene = Scene("red", "circle", "changes", second="blue", tone="middle")
+    write_image(first, scene.frame(*SIZE, 0.0))
+    write_image(middle, scene.frame(*SIZE, MIDDLE / (FRAMES - 1)))
     sound = write_sound(out / "tone.wav", tone(440.0, SOUND_SECONDS))
     return RenderRequest(
-        "a circle changes from red to blue",
+        scene.prompt,
         SIZE,
         frames=FRAMES,
         first_frame=Media(str(first)),
