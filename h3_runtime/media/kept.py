@@ -23,7 +23,7 @@ from ..geometry import FPS, SAMPLE_RATE, audio_samples
 from ..unfinished import part_path
 from .files import open_media, publish
 from .pictures import to_uint8
-from .write import coded_sound, ready_sound, sound_bits
+from .write import CodedFile, coded_sound, ready_sound, sound_bits
 
 SUFFIX = ".kept.mkv"
 TAG = "H3_KEPT"
@@ -34,7 +34,7 @@ def kept_path(clip: str | os.PathLike) -> Path:
     return Path(clip).with_suffix(SUFFIX)
 
 
-class KeptWriter:
+class KeptWriter(CodedFile):
     """A frame sink that keeps every value; in a ``with`` block, and the file appears whole when the block ends well.
 
     ``sound`` float [2, L] at 32 kHz or None. Frames as ``Mp4Writer.write`` takes them. H3Error when it cannot be
@@ -76,15 +76,6 @@ class KeptWriter:
         except av.FFmpegError as failure:
             raise self._failed(failure) from failure
 
-    def __exit__(self, kind, error, trace) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        except av.FFmpegError as failure:
-            raise self._failed(failure) from failure
-        finally:
-            self._discard()
-
     def _finish(self) -> None:
         self._container.mux(self._picture.encode(None))
         if self._ears is not None:
@@ -102,12 +93,7 @@ class KeptWriter:
         )
 
     def _discard(self) -> None:
-        if self._container is not None:
-            container, self._container = self._container, None
-            try:
-                container.close()
-            except av.FFmpegError:
-                pass  # the file goes anyway
+        self._close()
         self._part.unlink(missing_ok=True)
 
 

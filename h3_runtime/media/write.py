@@ -61,7 +61,31 @@ class Encoding:
             )
 
 
-class Mp4Writer:
+class CodedFile:
+    """A file coded in a ``with`` block: ``_finish`` makes it appear when the block ends well, and ``_discard`` takes
+    away what is half-written in any case."""
+
+    _container: av.container.OutputContainer | None
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        except av.FFmpegError as failure:
+            raise self._failed(failure) from failure
+        finally:
+            self._discard()
+
+    def _close(self) -> None:
+        if self._container is not None:
+            container, self._container = self._container, None
+            try:
+                container.close()
+            except av.FFmpegError:
+                pass  # the file goes anyway
+
+
+class Mp4Writer(CodedFile):
     """Write one mp4, chunk by chunk, in a ``with`` block; the file appears, whole, when the block ends well.
 
     After the block: ``path`` (where it went), ``frames_written``, ``notes`` (what was changed, for the report).
@@ -111,15 +135,6 @@ class Mp4Writer:
             self._discard()
             raise
         return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        except av.FFmpegError as failure:
-            raise self._failed(failure) from failure
-        finally:
-            self._discard()
 
     def write(self, frames: np.ndarray | torch.Tensor) -> None:
         """Add frames: uint8 [f, H, W, 3], or a float tensor [1, 3, f, H, W] in 0..1 (rounded to 1/255)."""
@@ -262,12 +277,7 @@ class Mp4Writer:
         return H3Error(f"{self.path} could not be written ({failure}): check the free space, or choose another folder")
 
     def _discard(self) -> None:
-        if self._container is not None:
-            container, self._container = self._container, None
-            try:
-                container.close()
-            except av.FFmpegError:
-                pass  # the file goes anyway
+        self._close()
         for part in self._parts:
             part.unlink(missing_ok=True)
         self._parts = []
