@@ -162,10 +162,7 @@ def place_video_vae(
     opened: OpenedPart, placement: Placement, device: torch.device
 ) -> tuple[VideoVAE, ResidentLayers | StreamedLayers]:
     """The video VAE with its decoder layers placed, and those layers."""
-    vae: VideoVAE = opened.module
-    for name in opened.pieces.names():
-        if not name.startswith(DECODER_LAYERS):
-            _put(vae, name, opened.pieces.piece(name, device))
+    vae = place_video_encoder(opened, device)  # all but the layers
     modules = list(vae.decoder.transformer_blocks)
     prefixes = [f"{DECODER_LAYERS}{index}." for index in range(len(modules))]
     return vae, place_layers(opened.pieces, modules, prefixes, placement, device)
