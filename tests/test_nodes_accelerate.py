@@ -6,15 +6,6 @@ import pytest
 import torch
 
 from .comfy_graphs import CARRIED, full_graphs
-from .node_pack import loaded
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    base = tmp_path_factory.mktemp("pack")
-    with pytest.MonkeyPatch.context() as patch, loaded(base) as running:
-        patch.setenv("H3_RECOVERY", str(base / "recovery"))
-        yield running
 
 
 @pytest.fixture(scope="module")

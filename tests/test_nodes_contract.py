@@ -9,17 +9,8 @@ import torch
 
 from .comfy_graphs import CARRIED
 from .node_pack import Streams as Nested
-from .node_pack import loaded
 
 TOKENS = {"video": (7, 4, 6), "audio": 37}  # 96x64, 22 frames
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    base = tmp_path_factory.mktemp("pack")
-    with pytest.MonkeyPatch.context() as patch, loaded(base) as running:
-        patch.setenv("H3_RECOVERY", str(base / "recovery"))
-        yield running
 
 
 @pytest.fixture(scope="module")

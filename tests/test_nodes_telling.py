@@ -8,14 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from .node_pack import loaded
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    with loaded(tmp_path_factory.mktemp("pack")) as running:
-        yield running
-
 
 def test_clock_and_text(pack):
     clock = pack.host.clock

@@ -11,16 +11,7 @@ from h3_runtime.latents import load_latent
 from h3_runtime.media import read_clip, read_metadata
 
 from .comfy_graphs import decode, full_graphs, loaders, minimal_graphs, node, prompted, sampler, saved
-from .node_pack import ROOT, loaded, played_back
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    base = tmp_path_factory.mktemp("pack")
-    with pytest.MonkeyPatch.context() as patch, loaded(base) as running:
-        patch.setenv("H3_RECOVERY", str(base / "recovery"))
-        yield running
-
+from .node_pack import ROOT, played_back
 
 LOADED_LATER = {"H3RuntimeLoadLatent", "H3RuntimeLoadPrompt", "H3RuntimeLoadLora"}  # they need a file: a test below
 

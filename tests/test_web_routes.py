@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 
 from .comfy_graphs import CARRIED, full_graphs, loaders, minimal_graphs, node, prompted, sampler
-from .node_pack import loaded
 from .sparse_shards import write_shards
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    with loaded(tmp_path_factory.mktemp("routes")) as running:
-        yield running
 
 
 def told(pack, graph: dict, **sizes) -> dict:

@@ -14,7 +14,6 @@ import re
 import pytest
 
 from .make_workflows import API, CANVAS, PACKAGE
-from .node_pack import loaded
 from .workflow_graphs import workflows
 
 NAMES = [workflow.name for workflow in workflows()]
@@ -149,12 +148,6 @@ def test_the_note_says_what_a_user_asks(name):
 
 
 # ---- order of inputs and outputs: a saved canvas holds values by their place
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    with loaded(tmp_path_factory.mktemp("pack")) as running:
-        yield running
 
 
 def order_of(schema) -> dict:

@@ -322,6 +322,16 @@ LABEL_REFERENCES = (
 )
 
 
+def encoded() -> Box:
+    links = {
+        "video_vae": ("vaes", "video vae"),
+        "audio_vae": ("vaes", "audio vae"),
+        "images": ("media", "clip"),
+        "audio": ("media", "sound"),
+    }
+    return Box("encoded", "H3RuntimeEncodeClip", 3, 2, "what", "", {}, links)
+
+
 def inpaint() -> Workflow:
     words = """
 # 06 Inpaint by mask, keep the sound
@@ -335,21 +345,6 @@ token grid* shows what the model really makes anew: a token is 32x32 pixels, and
 **The other way round.** *picture* = keep and *sound* = all makes a new sound for the same picture. *ranges* \
 makes only some seconds anew.
 """
-    encoded = Box(
-        "encoded",
-        "H3RuntimeEncodeClip",
-        3,
-        2,
-        "what",
-        "",
-        {},
-        {
-            "video_vae": ("vaes", "video vae"),
-            "audio_vae": ("vaes", "audio vae"),
-            "images": ("media", "clip"),
-            "audio": ("media", "sound"),
-        },
-    )
     masks = Box(
         "masks",
         "H3RuntimeNoiseMasks",
@@ -372,7 +367,7 @@ makes only some seconds anew.
             vaes(3),
             prompt(1),
             media(2),
-            encoded,
+            encoded(),
             masks,
             grid,
             sampler(5, 0, ("prompt", "positive"), ("masks", "latent")),
@@ -396,21 +391,6 @@ sampler to *H3 Extend Clip* and *H3 Join Clips*: then nothing is encoded twice.
 **Longer.** *seconds* says how much is added, *overlap* how much of the old end the new part sees. Chain Extend, \
 Sampler and Join again for any length.
 """
-    encoded = Box(
-        "encoded",
-        "H3RuntimeEncodeClip",
-        3,
-        2,
-        "what",
-        "",
-        {},
-        {
-            "video_vae": ("vaes", "video vae"),
-            "audio_vae": ("vaes", "audio vae"),
-            "images": ("media", "clip"),
-            "audio": ("media", "sound"),
-        },
-    )
     longer = Box(
         "longer",
         "H3RuntimeExtendClip",
@@ -440,7 +420,7 @@ Sampler and Join again for any length.
             vaes(3),
             prompt(1),
             media(2),
-            encoded,
+            encoded(),
             longer,
             sampler(5, 0, ("prompt", "positive"), ("longer", "latent")),
             joined,
