@@ -61,8 +61,12 @@ def acceleration_of(up, inputs: dict):
     if step is None or step.kind != "H3RuntimeAccelerate":
         return Acceleration()
     with up.inside(step):
-        before = acceleration_of(up, step.inputs)
-    mark = "accelerator."
+        return acceleration_at(up, step)
+
+
+def acceleration_at(up, step):
+    """The Acceleration that the H3 Accelerate of ``step`` makes."""
+    before, mark = acceleration_of(up, step.inputs), "accelerator."
     options = {key.removeprefix(mark): value for key, value in step.inputs.items() if key.startswith(mark)}
     return asked_for(step.inputs.get("accelerator", PRESET), options, before)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from . import host
-from .accelerate import acceleration_of
+from .accelerate import acceleration_at, acceleration_of
 from .load import CARRIED, carried_folder, file_stamp, foreseen_part
 from .upstream import Step, Upstream
 from .upstream_condition import CONDITIONS, condition_of
@@ -156,6 +156,10 @@ def _of_condition(up: Upstream, step: Step):
     return label_of_parts(parts, seen.recipe, foreign, [*beyond, *seen.beyond], seen.infos)
 
 
+def _of_acceleration(up: Upstream, step: Step):
+    return acceleration_at(up, step).fidelity
+
+
 def _of_sampler(up: Upstream, step: Step):
     return foreseen_label(up, step)
 
@@ -183,6 +187,7 @@ LABELS = {
     "H3RuntimeLoadTextEncoder": _of_loader,
     "H3RuntimeLoadVaes": _of_loader,
     **dict.fromkeys(CONDITIONS, _of_condition),
+    "H3RuntimeAccelerate": _of_acceleration,
     SAMPLER: _of_sampler,
     **dict.fromkeys(
         ("H3RuntimeJoinClips", "H3RuntimeDecodeVideo", "H3RuntimeDecodeSound", "H3RuntimeSaveVideo"), _of_clip

@@ -232,7 +232,7 @@ def test_what_was_foreseen_is_what_the_run_says(server, name):
             assert {part["name"] for part in told["labels"][node_name]["fidelity"]["parts"]} == {
                 part["name"] for part in output["h3_fidelity"][0]["parts"]
             }, node_name
-    assert compared or name == "apart", "what was taken apart and joined has no label"
+    assert compared or name == "compare", "only clips of no render have no label"
 
 
 def test_labels_follow_the_widgets(visit):

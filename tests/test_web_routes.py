@@ -134,6 +134,15 @@ def test_every_node_with_a_label_is_in_the_graphs_of_the_tests(pack):
         assert not [(name, told_) for name, told_ in answer["plans"].items() if "error" in told_]
 
 
+def test_a_chain_of_accelerations_is_labelled_as_it_will_be(pack):
+    last = node("H3RuntimeAccelerate", accelerator="second-order", acceleration=["first", 0])
+    chain = {"first": node("H3RuntimeAccelerate", accelerator="forecast"), "last": last}
+    (first,) = pack.run("H3RuntimeAccelerate", accelerator="forecast")
+    (both,) = pack.run("H3RuntimeAccelerate", accelerator="second-order", acceleration=first)
+    for name, made in (("first", first), ("last", both)):
+        assert told(pack, chain)["labels"][name]["fidelity"] == made.fidelity.to_dict(), name
+
+
 # ---- plans
 
 
