@@ -5,7 +5,6 @@ file of the host's folders, or the small carried model ──▶ Part (header ch
 
 from __future__ import annotations
 
-import threading
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from .stand_ins import EncoderAsClip, PictureAsVae, SoundAsVae
 
 FOLDER = f"{CATEGORY}/load"
 CARRIED = "small carried model"
-CARRIED_REFERENCES = "small carried model for references"
+CARRIED_LORA = "small carried model, 4 steps"
 CARRIED_FILES = {
     "dit": "dit.safetensors",
     "text_encoder": "text_encoder.safetensors",
@@ -32,8 +31,7 @@ PRECISIONS = ["as stored", "float32", "bfloat16"]
 LAYOUTS = ["detect", "official", "diffusers", "comfyui"]
 QUANTISE = ["no", "int8_convrot", "int8", "fp8"]
 PLACES = ["auto", "resident", "ram", "disk"]
-MAKING = threading.Lock()  # a graph may run while the page asks for a plan
-PICK = "The small carried model needs no download: it shows that every part runs, its pictures are blotches of colour."
+PICK = "The small carried model needs no download: it knows one coloured shape on grey and its tones."
 
 
 def quantise_input(which: str = ""):
@@ -53,49 +51,33 @@ def asked_of(word: str, method: str) -> str | None:
 
 
 def choices(kind: str) -> list[str]:
-    carried = [CARRIED, CARRIED_REFERENCES] if kind == "dit" else [CARRIED]
-    return [*carried, *host.folder_files(*FOLDERS[kind])]
+    return [CARRIED, *host.folder_files(*FOLDERS[kind])]
 
 
 def carried_folder() -> Path:
-    """The small model, made in the host's temporary folder when it is first used; the same bytes every time."""
-    from ..h3_runtime import make_model
+    """Where the small model lies that the package carries."""
+    from ..h3_runtime import CARRIED_MODEL
 
-    folder = host.temp_folder() / "h3_runtime_small_model"
-    with MAKING:
-        if not all((folder / name).is_file() for name in (*CARRIED_FILES.values(), "vocab.json", "merges.txt")):
-            make_model(folder)
-    return folder
-
-
-def carried_reference_dit() -> Path:
-    """The small model's DiT for references, beside the rest of it."""
-    from ..h3_runtime import REFERENCE_DIT, make_reference_dit
-
-    path = carried_folder() / REFERENCE_DIT
-    with MAKING:
-        return path if path.is_file() else make_reference_dit(path.parent)
+    return CARRIED_MODEL
 
 
 def path_of(kind: str, name: str) -> Path | None:
-    """The file behind a picker's entry; None where it is gone (the carried model is made by then)."""
+    """The file behind a picker's entry; None where it is gone."""
     if name == CARRIED:
         return carried_folder() / CARRIED_FILES[kind]
-    if name == CARRIED_REFERENCES:
-        return carried_reference_dit()
     return host.find_file(FOLDERS[kind][0], name, *FOLDERS[kind][1:])
 
 
 def check_choice(kind: str, name: str | None) -> bool | str:
     """For validate_inputs: the sentence about a file that is not there."""
-    if name in (None, CARRIED, CARRIED_REFERENCES) or host.find_file(FOLDERS[kind][0], name, *FOLDERS[kind][1:]):
+    if name in (None, CARRIED) or host.find_file(FOLDERS[kind][0], name, *FOLDERS[kind][1:]):
         return True
     return host.missing_file(FOLDERS[kind][0], name)
 
 
 def settled_precision(name: str, precision: str) -> str:
     """The number type that a widget means: bf16 on a CPU is slow, and the small model has nothing to lose."""
-    if name in (CARRIED, CARRIED_REFERENCES) and precision == "as stored" and host.compute_device().type == "cpu":
+    if name == CARRIED and precision == "as stored" and host.compute_device().type == "cpu":
         return "float32"
     return precision
 
@@ -151,16 +133,26 @@ def foreseen_with_lora(part, name: str, stamp: str, strength: float):
     """``part`` with one more LoRA of the host's folder; ``stamp`` as above."""
     from ..h3_runtime import H3Error, Lora
 
-    path = host.find_file("loras", name)
+    path = lora_path(name)
     if path is None:
         raise H3Error(host.missing_file("loras", name))
     return part.with_lora(Lora(path, strength))
 
 
+def lora_path(name: str) -> Path | None:
+    """The file behind the LoRA picker's entry; None where it is gone."""
+    from ..h3_runtime import FEW_STEP_LORA
+
+    return FEW_STEP_LORA if name == CARRIED_LORA else host.find_file("loras", name)
+
+
+def lora_stamp(name: str) -> str:
+    """What changes when that file does."""
+    return name if name == CARRIED_LORA else host.stamp(host.find_file("loras", name))
+
+
 def file_stamp(kind: str, name: str | None) -> str:
-    return (
-        str(name) if name in (None, CARRIED, CARRIED_REFERENCES) else host.stamp(host.find_file(FOLDERS[kind][0], name))
-    )
+    return str(name) if name in (None, CARRIED) else host.stamp(host.find_file(FOLDERS[kind][0], name))
 
 
 class LoadModel(Node):
@@ -345,8 +337,9 @@ class LoadLora(Node):
                 H3Model.Input("model", tooltip=f"The model of {LOADER}, or of another H3 Load LoRA."),
                 io.Combo.Input(
                     "lora",
-                    options=host.folder_files("loras") or ["none found"],
-                    tooltip="A file in models/loras, made for MiniMax H3.",
+                    options=[CARRIED_LORA, *host.folder_files("loras")],
+                    tooltip="A file in models/loras, made for MiniMax H3; the first entry goes with the small carried "
+                    "model alone.",
                 ),
                 io.Float.Input(
                     "strength",
@@ -364,13 +357,13 @@ class LoadLora(Node):
 
     @classmethod
     def validate_inputs(cls, input_types, lora=None):
-        if lora is not None and host.find_file("loras", lora) is None:
+        if lora is not None and lora_path(lora) is None:
             return host.missing_file("loras", lora)
         return wrong_type(input_types, {"model": "H3_MODEL"}, {"model": host_model_refused()})
 
     @classmethod
     def fingerprint_inputs(cls, lora=None, **others):
-        return "" if lora is None else host.stamp(host.find_file("loras", lora))
+        return "" if lora is None else lora_stamp(lora)
 
     @classmethod
     @host.runtime_mode
@@ -378,7 +371,7 @@ class LoadLora(Node):
         from ..h3_runtime import H3Error, Lora, open_lora
 
         require_model(model)
-        path = host.find_file("loras", lora)
+        path = lora_path(lora)
         if path is None:
             raise H3Error(host.missing_file("loras", lora))
         file = open_lora(path)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from . import host
 from .latent import FPS, SUFFIX, canvas_of, saved_canvas
-from .load import file_stamp, foreseen_part, foreseen_with_lora
+from .load import file_stamp, foreseen_part, foreseen_with_lora, lora_stamp
 
 TRAINED = {"ratio": "16:9"}
 KINDS_OF = {"H3RuntimeLoadTextEncoder": ("text_encoder",), "H3RuntimeLoadVaes": ("video_vae", "audio_vae")}
@@ -124,7 +124,7 @@ class Upstream:
             name, strength = self.value(given, "lora", None), self.value(given, "strength", 1.0)
             if below is None or not isinstance(name, str):
                 return None
-            return foreseen_with_lora(below, name, host.stamp(host.find_file("loras", name)), float(strength))
+            return foreseen_with_lora(below, name, lora_stamp(name), float(strength))
         if step.kind != "H3RuntimeLoadModel":
             return None
         chosen = self.value(given, "model", None)

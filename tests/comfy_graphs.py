@@ -6,7 +6,6 @@ loaders() ─▶ prompted() ─▶ + sampler() ─▶ + decode() or saved()     
 from __future__ import annotations
 
 CARRIED = "small carried model"
-FOR_REFERENCES = "small carried model for references"
 
 
 def node(class_type: str, **inputs) -> dict:
@@ -108,7 +107,7 @@ def minimal_graphs() -> dict[str, dict]:
             "kept": node("H3RuntimeSavePrompt", positive=["prompt", 0]),
         },
         "references": {
-            **loaders(FOR_REFERENCES),
+            **loaders(),
             "prompt": node(
                 "H3RuntimeReferences",
                 clip=["clip", 0],
@@ -289,7 +288,7 @@ def full_masks() -> dict:
 
 def full_references() -> dict:
     return {
-        **loaders(FOR_REFERENCES),
+        **loaders(),
         "long": node("H3RuntimeSampleMedia", width=96, height=64, frames=56),
         "video": node("CreateVideo", images=["long", 1], audio=["long", 2], fps=24.0),
         "prompt": node(

@@ -18,7 +18,6 @@ from h3_runtime.latents import load_latent
 from h3_runtime.media import read_clip, read_metadata
 
 from .comfy_graphs import (
-    FOR_REFERENCES,
     decode,
     full_graphs,
     loaders,
@@ -295,7 +294,7 @@ def test_the_hosts_h3_nodes_into_our_sampler(server):
 
 def test_the_hosts_references_into_our_sampler(server):
     graph = {
-        **loaders(FOR_REFERENCES),
+        **loaders(),
         "their": node("MiniMaxH3ReferenceToVideo", clip=["clip", 0], vae=["vaes", 0], audio_vae=["vaes", 1],
                       prompt="<Picture 1>", width=96, height=64, length=22, ref_image_size="match",
                       **{"ref_images.ref_image_0": ["media", 0], "ref_audios.ref_audio_0": ["media", 2]}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def test_a_lora_goes_onto_the_model(pack):
     from safetensors.torch import save_file
 
     name = "diffusion_model.blocks.0.attn.out_proj"
-    tensors = {f"{name}.lora_down.weight": torch.randn(2, 256), f"{name}.lora_up.weight": torch.randn(192, 2)}
+    tensors = {f"{name}.lora_down.weight": torch.randn(2, 192), f"{name}.lora_up.weight": torch.randn(192, 2)}
     save_file(tensors, pack.base / "models" / "loras" / "style.safetensors")
     graph = {
         **prompted(),
@@ -140,6 +141,16 @@ def test_a_lora_goes_onto_the_model(pack):
     output = pack.base / "output" / "lora"
     one, two = (load_latent(output / f"{name}_00001_.h3-latent.safetensors") for name in ("plain", "with"))
     assert not torch.equal(one.latent.video, two.latent.video)
+
+
+def test_the_carried_lora_goes_onto_the_carried_model(pack):
+    graph = {**prompted(), "lora": node("H3RuntimeLoadLora", model=["model", 0], lora="small carried model, 4 steps")}
+    graph |= {"sampler": sampler(steps=4), "save": decode()}
+    graph["sampler"]["inputs"]["model"] = ["lora", 0]
+    done = pack.walk(graph)
+    applied = re.search(r"(\d+) of (\d+) applied", done["sampler"][1])
+    assert applied and applied[1] == applied[2] != "0"
+    assert done["save"][1].startswith("APPROXIMATE")
 
 
 def test_a_saved_clip_carries_its_manifest(pack):

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from .comfy_graphs import CARRIED, full_graphs, loaders, minimal_graphs, node, prompted, sampler
+from h3_runtime.demo.maker import make_model
+
+from .comfy_graphs import full_graphs, minimal_graphs, node, prompted, sampler
 from .sparse_shards import write_shards
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -311,7 +313,8 @@ def test_a_circle_an_unknown_node_and_other_weights_end_in_a_sentence(pack):
     assert "circle" in title(pack, looped, "sampler")
     odd = {**rendered(), "odd": node("H3RuntimeNotThere", x=1)}
     assert "update" in pack.routes.wrong_widgets(odd)["odd"] and "odd" not in told(pack, odd)["labels"]
-    references = {**minimal_graphs()["references"], **{"model": loaders(CARRIED)["model"]}}
+    make_model(pack.base / "models" / "diffusion_models")  # of FL2VA weights, as its file says
+    references = with_widgets(minimal_graphs()["references"], "model", model="dit.safetensors")
     assert "Ref2VA weights are needed here" in title(pack, references, "sampler")
 
 

@@ -302,7 +302,7 @@ does and enlarges them to 2048 pixels: exact, and minutes on a CPU.
         "05-references",
         boxes(
             words,
-            model(0, "small carried model for references"),
+            model(0),
             encoder(1),
             vaes(4),
             empty(2),

@@ -40,13 +40,14 @@ MUON_RATE, ADAM_RATE = 0.02, 2e-3
 AVERAGE = 0.995
 LATE = 0.02  # weight that the clean end keeps
 COOLING = 0.3  # share of a run in which the rate falls to zero
-# How often an example of each kind is drawn, in each phase of a run: prompts first, then frames, then references
+# How often an example of each kind is drawn, in each phase of a run: prompts, frames, references, then shapes again
 SHARES = (
     {"text": 1.0, "first": 1.6, "last": 1.6, "both": 1.6, "middle": 1.2, "reference": 1.2},
     {"text": 1.0, "first": 3.0, "last": 3.0, "both": 3.0, "middle": 2.0, "reference": 1.0},
     {"text": 1.0, "first": 1.5, "last": 1.5, "both": 1.5, "middle": 1.0, "reference": 5.0},
+    {"text": 4.0, "first": 1.5, "last": 1.5, "both": 1.5, "middle": 1.0, "reference": 3.0},
 )
-TURNS = (850, 2300)  # the steps at which a phase ends
+TURNS = (850, 2300, 2600)  # the steps at which a phase ends
 
 
 def start() -> DiT:
