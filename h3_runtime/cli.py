@@ -514,13 +514,15 @@ def run_verify(arguments, say: Say) -> tuple[Results, int]:
 
 def _add_bench(commands) -> argparse.ArgumentParser:
     command = commands.add_parser("bench", help="measure step time, memory or loading, side by side in one run")
-    command.add_argument("what", choices=["step", "memory", "load", "text", "quant", "card", "accelerators"])
+    command.add_argument(
+        "what", choices=["step", "memory", "load", "text", "quant", "card", "attention", "gpu", "accelerators"]
+    )
     command.set_defaults(run=run_bench)
     return command
 
 
 def run_bench(arguments, say: Say) -> tuple[Results, int]:
-    from . import bench, bench_accelerators, bench_card, bench_quant, bench_text
+    from . import bench, bench_accelerators, bench_card, bench_gpu, bench_quant, bench_text
 
     functions: dict[str, Callable[[], Results]] = {
         "step": bench.bench_step,
@@ -529,6 +531,8 @@ def run_bench(arguments, say: Say) -> tuple[Results, int]:
         "text": bench_text.bench_text,
         "quant": bench_quant.bench_quant,
         "card": bench_card.bench_card,
+        "attention": bench_gpu.bench_attention,
+        "gpu": bench_gpu.bench_gpu,
         "accelerators": bench_accelerators.bench_accelerators,
     }
     results = functions[arguments.what]()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from h3_runtime import bench_card, cli
+from h3_runtime import bench_card, bench_gpu, cli
 from h3_runtime.bench_card import TINY, CardCase, OneBlockModel, disk_ring, equal_bits, streaming
 from h3_runtime.memory.moments import DiTLoad, denoise_moments, largest
 from h3_runtime.memory.rows import RenderSizes
@@ -89,3 +89,30 @@ def test_the_ring_reads_the_whole_file(tmp_path):
     assert rows["card/disk/ring"]["share"] == pytest.approx(
         rows["card/disk/ring"]["value"] / rows["card/disk/plain"]["value"]
     )
+
+
+# --- the one run for a card -------------------------------------------------------------------------------------------
+
+
+def test_attention_kernels_are_measured_or_say_why_not():
+    rows = {row["name"]: row for row in bench_gpu.bench_attention(torch.device("cpu"), rows=64, repeat=1)}
+    assert rows["attention/sdpa"]["value"] == 1.0
+    assert set(rows) == {f"attention/{name}" for name in ("sdpa", *bench_gpu.KERNELS)}
+    exact, rounded = rows["attention/flash-eager"], rows["attention/int8-eager"]
+    assert exact["value"] > 0 and float(exact["relative_l2"]) < float(rounded["relative_l2"]) < 0.1
+    assert rows["attention/flash-3"]["value"] is None and rows["attention/flash-3"]["unit"].startswith("not here: ")
+
+
+def test_a_wrong_kernel_shows_in_its_error(monkeypatch):
+    wrong = replace(bench_gpu.KERNELS["flash-eager"], run=lambda q, k, v: 2 * bench_gpu._attend(q, k, v))
+    monkeypatch.setitem(bench_gpu.KERNELS, "flash-eager", wrong)
+    rows = {row["name"]: row for row in bench_gpu.bench_attention(torch.device("cpu"), rows=64, repeat=1)}
+    assert float(rows["attention/flash-eager"]["relative_l2"]) > 0.9
+
+
+def test_the_run_for_a_card_is_all_of_them(monkeypatch):
+    for name in ("bench_card", "bench_quant", "bench_attention"):
+        monkeypatch.setattr(bench_gpu, name, lambda *given, name=name: [{"name": name, "value": 1.0, "unit": ""}])
+    names = [row["name"] for row in bench_gpu.bench_gpu()]
+    assert names[-3:] == ["bench_card", "bench_quant", "bench_attention"] and "selftest/dit/bf16" in names
+    assert torch.cuda.is_available() or "PROOF INCOMPLETE" in bench_gpu.bench_gpu()[0]["unit"]
