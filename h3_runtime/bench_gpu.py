@@ -20,7 +20,7 @@ import torch
 from .accelerators.attention import KERNELS, QUERIES
 from .bench import relative_l2, take_turns
 from .bench_card import bench_card
-from .bench_quant import bench_quant
+from .bench_quant import bench_card as bench_quant_card
 from .models.attention import HEAD_GROUP
 from .selftest import selftest
 
@@ -38,7 +38,10 @@ def bench_gpu() -> Results:
     about = torch.cuda.get_device_name(device) if device.type == "cuda" else "no CUDA card: PROOF INCOMPLETE"
     results: Results = [{"name": "gpu/device", "value": None, "unit": f"{about}, torch {torch.__version__}"}]
     results += [{**check.to_dict(), "name": f"selftest/{check.name}"} for check in selftest(device)]
-    return results + bench_card(device) + bench_quant() + bench_attention(device)
+    results += bench_card(device)
+    if device.type == "cuda":
+        results += bench_quant_card(device)
+    return results + bench_attention(device)
 
 
 def bench_attention(device: torch.device | None = None, rows: int | None = None, repeat: int = 5) -> Results:
