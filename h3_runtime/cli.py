@@ -92,9 +92,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(commands) -> argparse.ArgumentParser:
-    command = commands.add_parser("demo", help="render two clips with a small model made on the spot; no download")
-    command.add_argument("--out", default="demo_out", metavar="DIR", help="folder for the clips (default demo_out)")
-    command.add_argument("--steps", type=int, default=12, help="forwards of each clip (default 12)")
+    command = commands.add_parser(
+        "demo", help="render one prompt exactly and by two shortcuts, and compare them; no download"
+    )
+    command.add_argument(
+        "--out", default="demo_out", metavar="DIR", help="folder for clips and page (default demo_out)"
+    )
+    command.add_argument("--steps", type=int, default=49, help="forwards of each clip (default 49, the release's)")
     command.set_defaults(run=run_demo)
     return command
 

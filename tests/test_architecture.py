@@ -29,7 +29,7 @@ GROUPS = tuple(
         "< memory/placement "
         "< text references encodings guides latents extend < accelerators < recovery < sampler decode "
         "< pressure memory/rows memory/weights memory/moments memory/moments_media memory/plan memory/plan_lines "
-        "< model < render < manifest < save embed < graph < forecast < compare engines < demo "
+        "< model < render < manifest < save embed < graph < forecast < compare engines ways < demo "
         "< verify bench bench_accelerators bench_text bench_quant bench_card selftest bench_gpu inspection "
         "weight_commands accelerate_command plan_command recover_command compare_command terminal < cli < __main__"
     ).split(" < ")

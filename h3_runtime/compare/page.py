@@ -79,8 +79,8 @@ def write_files(made: Comparison) -> None:
             _save(png(plot), folder / f"{name}.png")
         for name, (_, levels, _) in spectra.items():
             _save(heat(levels).resize((1200, 400), Image.Resampling.NEAREST), folder / f"{name}.png")
-        _write(folder / "report.json", dump(made.data))
-        _write(folder / "report.html", page(made, plots, spectra))
+        write_text(folder / "report.json", dump(made.data))
+        write_text(folder / "report.html", page(made, plots, spectra))
     except OSError as error:
         raise H3Error(f"the report could not be written to {folder} ({error}): check the free space") from None
 
@@ -116,7 +116,8 @@ def _save(picture: Image.Image, path: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """In one step: a page that is half written never stands there."""
     part = part_path(path, path.suffix)
     try:
         part.write_text(text, encoding="utf-8")
@@ -136,8 +137,12 @@ def script_json(value: Any) -> str:
     return text
 
 
-def _e(text: Any) -> str:
+def escaped(text: Any) -> str:
+    """``text`` as it may stand in an element or a quoted attribute."""
     return html.escape(str(text), quote=True)
+
+
+_e = escaped
 
 
 def page(made: Comparison, plots: dict[str, Plot], spectra: dict) -> str:
@@ -177,19 +182,12 @@ def page(made: Comparison, plots: dict[str, Plot], spectra: dict) -> str:
         _notes(data),
         f'<p class="soft">{_e(data["says"])}</p>',
         f'</main><script type="application/json" id="data">{told}</script>',
-        f'{sources}<script type="module">{viewer_source()}\n{BOOT}</script></body></html>\n',
+        f'{sources}<script type="module">{viewer_source()}\n{BOOT}{THEME}</script></body></html>\n',
     ]
     return "\n".join(part for part in parts if part)
 
 
-BOOT = """
-const data = JSON.parse(document.getElementById("data").textContent);
-const clip = (letter) => {
-  const held = document.getElementById(`clip-${letter}`);
-  if (!held) return data.links[letter];
-  const bytes = Uint8Array.from(atob(held.textContent), (character) => character.charCodeAt(0));
-  return URL.createObjectURL(new Blob([bytes], { type: "video/mp4" }));
-};
+THEME = """
 const theme = () => {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
   const now = document.documentElement.dataset.theme || (dark ? "dark" : "light");
@@ -199,6 +197,15 @@ document.getElementById("theme").addEventListener("click", theme);
 document.addEventListener("keydown", (event) => {
   if (event.key.toLowerCase() === "t" && !event.ctrlKey && !event.metaKey && !event.altKey) theme();
 });
+"""
+BOOT = """
+const data = JSON.parse(document.getElementById("data").textContent);
+const clip = (letter) => {
+  const held = document.getElementById(`clip-${letter}`);
+  if (!held) return data.links[letter];
+  const bytes = Uint8Array.from(atob(held.textContent), (character) => character.charCodeAt(0));
+  return URL.createObjectURL(new Blob([bytes], { type: "video/mp4" }));
+};
 const clips = { a: clip("a"), b: clip("b") };
 window.viewer = mountViewer(document.getElementById("viewer"), data, clips, { keys: document });
 """

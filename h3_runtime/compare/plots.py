@@ -108,6 +108,78 @@ def svg(plot: Plot) -> str:
     return "".join([*parts, "</svg>"])
 
 
+@dataclass(frozen=True)
+class Scatter:
+    """Points (name, across, up; ``up`` infinite: drawn at the top edge). Less across and more up are better."""
+
+    title: str
+    across: str
+    points: tuple[tuple[str, float, float], ...]
+    top: str = "identical"
+
+    def front(self) -> list[tuple[str, float, float]]:
+        """The points that no other beats: none is at least as far left and as high, and better in one of both."""
+        kept, best = [], -math.inf
+        for point in sorted(self.points, key=lambda point: (point[1], -point[2])):
+            if point[2] > best:
+                kept.append(point)
+                best = point[2]
+        return kept
+
+
+def scatter_svg(plot: Scatter, height: int = 380) -> str:
+    """The points with their names, joined where no other beats them. Classes ``dot``, ``front``, ``grid``, ``axis``."""
+    said = html.escape(plot.title)
+    parts = [f'<svg class="plot" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{said}">']
+    parts.append(f'<text class="title" x="{LEFT}" y="16">{said}</text>')
+    bottom, edge = height - BOTTOM - 16, TOP + 14  # the edge: where infinite values stand
+    parts.append(f'<text class="axis mid" x="{(LEFT + WIDTH) / 2}" y="{height - 8}">{html.escape(plot.across)}</text>')
+    if not plot.points:
+        parts.append(f'<text class="axis" x="{LEFT}" y="{height / 2}">nothing was measured</text>')
+        return "".join([*parts, "</svg>"])
+    right = max(across for _, across, _ in plot.points) * 1.08 or 1.0
+    known = [up for _, _, up in plot.points if math.isfinite(up)] or [0.0]
+    room = (max(known) - min(known)) * 0.08 or max(abs(max(known)) * 0.05, 0.5)
+    low, high = min(known) - room, max(known) + room
+
+    def place(across: float, up: float) -> tuple[float, float]:
+        x = LEFT + (WIDTH - LEFT - RIGHT) * across / right
+        if not math.isfinite(up):
+            return x, edge
+        return x, edge + 20 + (bottom - edge - 20) * (high - up) / (high - low)
+
+    marks = ticks(low, high, 5)
+    for value, words in zip(marks, tick_words(marks)):
+        y = place(0, value)[1]
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="axis end" x="{LEFT - 6}" y="{y + 4:.1f}">{words}</text>')
+    if any(not math.isfinite(up) for _, _, up in plot.points):
+        parts.append(f'<text class="axis end" x="{LEFT - 6}" y="{edge + 4}">{html.escape(plot.top)}</text>')
+    across_marks = ticks(0, right, 8)
+    for value, words in zip(across_marks, tick_words(across_marks)):
+        parts.append(f'<text class="axis mid" x="{place(value, low)[0]:.1f}" y="{bottom + 14}">{words}</text>')
+    line = " ".join("{:.1f},{:.1f}".format(*place(across, up)) for _, across, up in plot.front())
+    parts.append(f'<polyline class="front" points="{line}"/>')
+    return "".join([*parts, *_dots(plot, place), "</svg>"])
+
+
+def _dots(plot: Scatter, place) -> list[str]:
+    """Each point with its name beside it, moved down where another name stands."""
+    parts, taken, front = [], [], {name for name, _, _ in plot.front()}
+    for name, across, up in sorted(plot.points, key=lambda point: place(*point[1:])[1]):
+        x, y = place(across, up)
+        wide = 6.2 * len(name)  # about what its letters take
+        left = x - 9 - wide if x + 9 + wide > WIDTH - RIGHT else x + 9
+        at = y
+        while any(abs(at - other) < 12 and left < end and begin < left + wide for begin, end, other in taken):
+            at += 12
+        taken.append((left, left + wide, at))
+        kind = "dot best" if name in front else "dot"
+        parts.append(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
+        parts.append(f'<text x="{left:.1f}" y="{at + 4:.1f}">{html.escape(name)}</text>')
+    return parts
+
+
 def png(plot: Plot, scale: int = 2) -> Image.Image:
     """The same on white, ``scale`` times larger."""
     picture = Image.new("RGB", (WIDTH * scale, HEIGHT * scale), "white")
