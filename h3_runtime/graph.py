@@ -9,7 +9,6 @@ In a graph pixels are gone when sampling starts: ``PastMedia`` stands for them w
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +32,7 @@ from .lora import Lora
 from .memory.plan import plan
 from .memory.probe import Card, Host, probe_card, probe_cpu, probe_host
 from .memory.rows import RenderSizes
+from .memory.spent import Spent
 from .memory.weights import ModelWeights, dit_of, parts_of, with_loras
 from .model import RESIDENT, Loading, Models
 from .pressure import sample_under_pressure
@@ -401,23 +401,23 @@ def run_job(
 
     H3Error before any weights are read for a DiT of the wrong partition or text width.
     """
-    began = time.perf_counter()
-    dit.check(job)
-    planned = settle_placement(dit, job)
-    dit.load(job.task)
-    loaded = time.perf_counter()
+    spent = Spent(dit.device)
+    with spent.stage("load"):
+        dit.check(job)
+        planned = settle_placement(dit, job)
+        dit.load(job.task)
     models = dit.models
     run, found = find_run(recovery, request, job, models)
-    sampled, placement, stepped = sample_under_pressure(
-        partial(models.place_dit, job.task),
-        models.loading.placement or RESIDENT,
-        job,
-        run,
-        progress=watcher.progress,
-        poll=watcher.poll,
-        watch=watcher.watch,
-    )
-    done = time.perf_counter()
+    with spent.stage("denoise"):
+        sampled, placement, stepped = sample_under_pressure(
+            partial(models.place_dit, job.task),
+            models.loading.placement or RESIDENT,
+            job,
+            run,
+            progress=watcher.progress,
+            poll=watcher.poll,
+            watch=watcher.watch,
+        )
     notes = [*origin.notes, *planned, *dit.described(), *dit.warnings(job), *stepped, *sampled.notes]
     if warning := wrong_partition(dit.partition, job.task):
         notes.append(warning)
@@ -430,7 +430,7 @@ def run_job(
         fidelity=_label(dit, job, sampled, origin),
         infos={**origin.infos, "dit": dit.info},
         notes=tuple(dict.fromkeys(notes)),
-        seconds={"load": loaded - began, "denoise": done - loaded},
+        spent=spent,
         step_seconds=sampled.step_seconds,
         stats={
             "rows": sampled.num_rows,

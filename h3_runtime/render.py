@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +30,7 @@ from .job import AVLatent, Guide, Reference, RenderJob, TextCondition
 from .latents import PartialLatent
 from .memory.plan import plan_request
 from .memory.probe import probe_card, probe_host
+from .memory.spent import Spent
 from .model import RESIDENT, Models
 from .models.attention import CANONICAL
 from .models.precision import exact_float32
@@ -62,7 +61,7 @@ class RenderResult:
     fidelity: Fidelity
     infos: dict[str, CheckpointInfo]
     notes: tuple[str, ...]
-    seconds: dict[str, float]
+    spent: Spent
     step_seconds: tuple[float, ...]
     stats: dict = field(default_factory=dict)
     recovery: RunRecovery | None = None
@@ -74,6 +73,11 @@ class RenderResult:
     @property
     def canvas(self) -> Canvas:
         return self.job.canvas
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Wall time by stage."""
+        return self.spent.seconds
 
     @property
     def dit_calls(self) -> int:
@@ -98,9 +102,9 @@ def render_request(
     taken up; ``resume`` True also says when there is nothing, False starts over. ``tell`` is given at once what was
     found.
     """
-    seconds: dict[str, float] = {}
+    spent = Spent(models.device)
     report = progress or (lambda stage, done, total: None)
-    with _timed(seconds, "place"):
+    with spent.stage("place"):
         check_options(request)
         placement = place(request)
         task = placement.task
@@ -108,17 +112,17 @@ def render_request(
         notes += choose_placement(request, placement, models)
     latents = models.caches.latents
     kept, missed = latents.hits, latents.misses
-    with _timed(seconds, "encode"):
+    with spent.stage("encode"):
         report("encode", 0, 1)
         condition = condition_text(request, placement, models)
         job = encode(request, placement, models, condition.text, notes)
         report("encode", 1, 1)
-    with _timed(seconds, "load"):
+    with spent.stage("load"):
         report("load", 0, 1)
         models.place_dit(task)
         report("load", 1, 1)
     notes += check_state(job, placement, models)
-    with _timed(seconds, "denoise"):
+    with spent.stage("denoise"):
         run, found = find_run(recovery, request, job, models, resume)
         for sentence in found:
             tell(sentence)
@@ -150,7 +154,7 @@ def render_request(
         fidelity=fidelity,
         infos=dict(models.infos),
         notes=tuple(dict.fromkeys(notes)),
-        seconds=seconds,
+        spent=spent,
         step_seconds=sampled.step_seconds,
         stats={
             "rows": sampled.num_rows,
@@ -571,13 +575,6 @@ def beyond_of(
     if (trained.width, trained.height) != (canvas.width, canvas.height):
         beyond.append(f"size {canvas.width}x{canvas.height}")
     return beyond
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    began = time.perf_counter()
-    yield
-    seconds[stage] = time.perf_counter() - began
 
 
 def environment(device: str) -> dict[str, str]:

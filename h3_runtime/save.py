@@ -118,20 +118,22 @@ def save_clip(
                 progress(stage, done, total)
 
         try:
-            tags = {METADATA_KEY: dump(manifest)} if metadata else None
-            kept = kept_path(out)
-            kept.unlink(missing_ok=True)
-            ways = models.decoders(result.request.tile_batch)
-            files = out, kept if keep_frames else None
-            video = _decode_to(files, result.canvas, result.latent, models, tags, told, notes, ways)
-            if keep_frames and video != out:
-                kept.replace(kept_path(video))
-            decoders = {f"{part}: {note}" for part in ("audio_vae", "video_vae") for note in models.infos[part].notes}
-            notes += sorted(decoders - set(notes))
+            with result.spent.stage("decode"):
+                tags = {METADATA_KEY: dump(manifest)} if metadata else None
+                kept = kept_path(out)
+                kept.unlink(missing_ok=True)
+                ways = models.decoders(result.request.tile_batch)
+                files = out, kept if keep_frames else None
+                video = _decode_to(files, result.canvas, result.latent, models, tags, told, notes, ways)
+                if keep_frames and video != out:
+                    kept.replace(kept_path(video))
+                decoders = {
+                    f"{part}: {note}" for part in ("audio_vae", "video_vae") for note in models.infos[part].notes
+                }
+                notes += sorted(decoders - set(notes))
         except (H3Error, KeyboardInterrupt) as error:
             said = str(error) or "stopped while it was decoded"
             raise type(error)(f"{said}; the finished latent is kept in {latent}") from error
-        result.seconds["decode"] = time.perf_counter() - began
         if not keep_latent:
             latent.unlink()
             latent = None
@@ -201,7 +203,7 @@ def make_report(result: RenderResult, notes: list[str]) -> dict:
         "size": f"{result.canvas.width}x{result.canvas.height}",
         "frames": result.canvas.num_frames,
         "seconds_of_video": result.canvas.seconds,
-        "stage_seconds": result.seconds,
+        **result.spent.to_dict(),
         "step_seconds": list(result.step_seconds),
         "dit_calls": result.dit_calls,
         "device_bytes_peak": device_peak(),

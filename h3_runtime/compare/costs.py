@@ -13,6 +13,8 @@ from .sources import Side
 
 GIB = 2**30
 NOT_TOLD = not_measured("the report does not tell")
+NO_CARD = not_measured("it ran on the CPU")
+OF_A_CARD = ("gpu_seconds", "stage_gpu_seconds", "device_bytes_peak")
 
 # title, unit, where it stands in the report, divided by
 COSTS = (
@@ -23,8 +25,10 @@ COSTS = (
     ("denoise", "s", ("stage_seconds", "denoise"), 1),
     ("decode", "s", ("stage_seconds", "decode"), 1),
     ("first frame", "s", ("stats", "first_frame_seconds"), 1),
-    ("CPU time", "s", ("cpu_seconds",), 1),
+    ("CPU time, all threads", "s", ("cpu_seconds",), 1),
+    *((f"CPU time of {stage}", "s", ("stage_cpu_seconds", stage), 1) for stage in ("encode", "denoise", "decode")),
     ("GPU time", "s", ("gpu_seconds",), 1),
+    *((f"GPU time of {stage}", "s", ("stage_gpu_seconds", stage), 1) for stage in ("encode", "denoise", "decode")),
     ("peak VRAM", "GiB", ("device_bytes_peak",), GIB),
     ("peak host memory of the process", "GiB", ("host_bytes_peak",), GIB),
     ("bytes streamed", "GiB", ("bytes_streamed",), GIB),
@@ -38,12 +42,13 @@ def costs(side: Side) -> list[dict[str, Any]]:
     stages = report.get("stage_seconds")
     if isinstance(stages, dict) and "end_to_end_seconds" not in report:
         report["end_to_end_seconds"] = sum(value for value in stages.values() if is_number(value))
+    without = (report.get("machine") or {}).get("device") == "cpu"
     made = []
     for title, unit, path, scale in COSTS:
         found: Any = report
         for key in path:
             found = found.get(key) if isinstance(found, dict) else None
-        value: Measured = NOT_TOLD
+        value: Measured = NO_CARD if without and path[0] in OF_A_CARD else NOT_TOLD
         if is_number(found):
             value = found if scale == 1 else found / scale
         made.append({"title": title, "unit": unit, "value": value})

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -114,6 +115,21 @@ class DiskStore:
 
     def read(self, layer: int, out: Tensor) -> None:
         self.fill(layer, self.layouts[layer].views(out))
+
+
+class Tally:
+    """Bytes that all rings of this process have copied so far; several reading threads may add."""
+
+    def __init__(self):
+        self.nbytes = 0
+        self._lock = Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+
+
+STREAMED = Tally()
 
 
 class Mover(Protocol):
@@ -218,8 +234,12 @@ class HostMover:
 
     def copy(self, layer: int, slot: int, after: None) -> Future:
         self.pending = [future for future in self.pending if not future.done()]
-        self.pending.append(self.reader.submit(self.store.read, layer, self.slots[slot]))
+        self.pending.append(self.reader.submit(self._read, layer, slot))
         return self.pending[-1]
+
+    def _read(self, layer: int, slot: int) -> None:
+        self.store.read(layer, self.slots[slot])
+        STREAMED.add(self.store.layout(layer).nbytes)
 
     def wait(self, ticket: Future) -> None:
         ticket.result()
@@ -276,6 +296,7 @@ class CudaMover:
             if after is not None:
                 self.side.wait_event(after)
             self.slots[slot][:size].copy_(host[:size], non_blocking=True)
+            STREAMED.add(size)
             return self.side.record_event()
 
     def wait(self, ticket: Any) -> None:
