@@ -11,16 +11,18 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
 from .accelerate_command import accelerate_request, add_acceleration_options, add_paths
+from .bench_command import add_bench
 from .compare_command import add_compare
 from .errors import H3Error
 from .plan_command import add_plan
 from .recover_command import add_recover
 from .terminal import Say
+from .typed import choose_device, read_pair
 from .weight_commands import (
     add_inspect,
     add_loading_options,
@@ -324,7 +326,7 @@ def _models(arguments, dtype: str | None, loading=None):
     return Models(
         model_parts(arguments),
         torch.float32 if dtype == "float32" else None,
-        _device(arguments.device),
+        choose_device(arguments.device),
         getattr(arguments, "layout", None),
         embedding_folders=folders,
         caches=Caches.of_user(not arguments.no_prompt_cache, not arguments.no_media_cache),
@@ -356,8 +358,10 @@ def _conditioning_of(arguments) -> dict:
         raise H3Error("no prompt was given: add --prompt TEXT (or --from MANIFEST to repeat a render)")
     return {
         "prompt": prompt,
-        "size": None if arguments.size is None else _pair(arguments.size, "x", int, "--size", "WxH, e.g. 1344x768"),
-        "ratio": None if arguments.ratio is None else _pair(arguments.ratio, ":", float, "--ratio", "W:H, e.g. 16:9"),
+        "size": None if arguments.size is None else read_pair(arguments.size, "x", int, "--size", "WxH, e.g. 1344x768"),
+        "ratio": None
+        if arguments.ratio is None
+        else read_pair(arguments.ratio, ":", float, "--ratio", "W:H, e.g. 16:9"),
         "megapixels": arguments.megapixels,
         "frames": arguments.frames,
         "first_frame": _media(arguments.first_frame),
@@ -407,29 +411,6 @@ def request_of(arguments):
         exclude=tuple(arguments.exclude),
         tile_batch=default(arguments.tile_batch, 1),
     )
-
-
-def _device(asked: str | None):
-    """The device to compute on: as asked, else CUDA where there is one. H3Error where it cannot be used."""
-    import torch
-
-    name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        if name.split(":")[0] not in ("cuda", "cpu"):
-            raise RuntimeError("the runtime computes on these two only")
-        torch.zeros(1, device=name)
-        return torch.device(name)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise H3Error(f"device {name!r} cannot be used here ({reason}): give cuda or cpu") from None
-
-
-def _pair(text: str, separator: str, kind: type, option: str, form: str) -> tuple:
-    number = r"\s*(\d{1,9})\s*" if kind is int else r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*"
-    match = re.fullmatch(number + separator + number, text.lower())
-    if match is None:
-        raise H3Error(f"{option} {text[:40]!r} cannot be read: give {form}")
-    return kind(match[1]), kind(match[2])
 
 
 # --- embed -----------------------------------------------------------------------------------------------------------
@@ -489,14 +470,14 @@ def _add_selftest(commands) -> argparse.ArgumentParser:
 def run_selftest(arguments, say: Say) -> tuple[Results, int]:
     from .selftest import selftest
 
-    device = _device(arguments.device)
+    device = choose_device(arguments.device)
     checks = selftest(device)
     for check in checks:
         say(check.line())
     return [check.to_dict() for check in checks], 0 if all(check.passed for check in checks) else 1
 
 
-# --- verify, bench ----------------------------------------------------------------------------------------------------
+# --- verify ----------------------------------------------------------------------------------------------------------
 
 
 def _add_verify(commands) -> argparse.ArgumentParser:
@@ -516,36 +497,7 @@ def run_verify(arguments, say: Say) -> tuple[Results, int]:
     return to_results(cases), 0 if cases and all(case.passed for case in cases) else 1
 
 
-def _add_bench(commands) -> argparse.ArgumentParser:
-    command = commands.add_parser("bench", help="measure step time, memory or loading, side by side in one run")
-    command.add_argument(
-        "what", choices=["step", "memory", "load", "text", "quant", "card", "attention", "gpu", "accelerators"]
-    )
-    command.set_defaults(run=run_bench)
-    return command
-
-
-def run_bench(arguments, say: Say) -> tuple[Results, int]:
-    from . import bench, bench_accelerators, bench_card, bench_gpu, bench_quant, bench_text
-
-    functions: dict[str, Callable[[], Results]] = {
-        "step": bench.bench_step,
-        "memory": bench.bench_memory,
-        "load": bench.bench_load,
-        "text": bench_text.bench_text,
-        "quant": bench_quant.bench_quant,
-        "card": bench_card.bench_card,
-        "attention": bench_gpu.bench_attention,
-        "gpu": bench_gpu.bench_gpu,
-        "accelerators": bench_accelerators.bench_accelerators,
-    }
-    results = functions[arguments.what]()
-    for line in bench.format_lines(results):
-        say(line)
-    return results, 1 if any(row.get("pass") is False for row in results) else 0
-
-
 COMMANDS = (
     _add_demo, _add_render, _add_embed, add_recover, add_plan, add_compare, add_inspect, add_quantize,
-    _add_selftest, add_paths, _add_verify, _add_bench,
+    _add_selftest, add_paths, _add_verify, add_bench,
 )  # fmt: skip

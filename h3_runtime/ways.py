@@ -4,7 +4,8 @@
 lossless clip, this clip ─measure─▶ PSNR, SSIM, sound distances, before encoding
 
 A way's name is what one types: parts joined by ``+``, each ``lossless``, a way to quantise the DiT, ``steps=N``, a
-preset, ``second-order``, ``few-step``, or an accelerator as after ``--accelerate``.
+preset, ``second-order``, an accelerator as after ``--accelerate``, ``lora`` (the bed's LoRA is on the DiT), or
+``few-step`` (the same, with the steps and shifts that it was trained for).
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from .quant.online import SCHEMES
 from .render import RenderResult, render_request
 from .request import LoraRequest, Media, RenderRequest
 from .save import Saved, save_clip
-from .schedule import check_forwards
+from .schedule import DEFAULT_FORWARDS, check_forwards
 
 LOSSLESS = "lossless"
+LORA = "lora"
 # of a comparison: name, title, unit, where its data has it (None: mean of the sound's channels)
 FIGURES = (
     ("psnr", "PSNR", "dB"),
@@ -49,6 +51,7 @@ class Way:
     name: str = LOSSLESS
     quantise: str | None = None
     forwards: int | None = None
+    lora: bool = False
     asked: Acceleration = field(default_factory=Acceleration)
 
     @staticmethod
@@ -62,6 +65,8 @@ class Way:
     def _and(self, part: str) -> Way:
         if part == LOSSLESS:
             return self
+        if part == LORA:
+            return replace(self, lora=True)
         if part in SCHEMES:
             if self.quantise is not None:
                 raise H3Error(f"path {self.name!r} quantises twice: leave {self.quantise} or {part} out")
@@ -76,8 +81,8 @@ class Way:
             return replace(self, asked=self.asked.and_part(name, **options))
         except H3Error as error:
             raise H3Error(
-                f"path {self.name!r}, part {part!r}: {error}; or give {LOSSLESS}, steps=N, {', '.join(SCHEMES)}, or a "
-                f"preset ({', '.join(PRESETS)})"
+                f"path {self.name!r}, part {part!r}: {error}; or give {LOSSLESS}, {LORA}, steps=N, "
+                f"{', '.join(SCHEMES)}, or a preset ({', '.join(PRESETS)})"
             ) from None
 
     @property
@@ -85,12 +90,20 @@ class Way:
         """The name as a file may have it, on any system."""
         return re.sub(r"[^A-Za-z0-9.=-]+", "_", self.name)
 
-    def on(self, request: RenderRequest, few_step_lora: str | None = None) -> tuple[RenderRequest, Loading, list[str]]:
+    @property
+    def needs_lora(self) -> bool:
+        return self.lora or self.asked.few_step
+
+    def on(self, request: RenderRequest, lora: str | None = None) -> tuple[RenderRequest, Loading, list[str]]:
         """The request that goes this way, how its weights are loaded, and sentences. H3Error where it cannot be."""
         loras = request.loras
-        if self.asked.few_step and few_step_lora is not None:
-            loras = (*loras, LoraRequest(Media(few_step_lora)))
-        forwards = request.num_forwards if self.forwards is None else self.forwards
+        if self.needs_lora and lora is not None:
+            loras = (*loras, LoraRequest(Media(lora)))
+        if self.lora and lora is None:
+            raise H3Error(f"path {self.name!r} needs a LoRA: give one, or leave {LORA} out")
+        forwards = self.forwards
+        if forwards is None:  # a few-step LoRA sets them where nobody does
+            forwards = DEFAULT_FORWARDS if self.asked.few_step else request.num_forwards
         changed = replace(request, quantise=self.quantise, num_forwards=forwards, loras=loras)
         changed, said = self.asked.on_request(changed)
         loading = Loading(self.quantise, (), tuple(Lora(lora.media.path, lora.strength) for lora in changed.loras))
@@ -119,7 +132,7 @@ class Bed:
     dtype: torch.dtype | None = None
     device: str | torch.device = "cpu"
     caches: Caches | None = None
-    few_step_lora: str | None = None
+    lora: str | None = None
     embedding_folders: tuple[Path, ...] = ()
     layout: str | None = None
 
@@ -133,7 +146,7 @@ class Bed:
     ) -> Taken:
         """Render ``request`` this way to ``out``, its frames and sound from before encoding kept beside it. The model's
         parts leave after their stage, as in ``render``."""
-        changed, loading, said = way.on(request, self.few_step_lora)
+        changed, loading, said = way.on(request, self.lora)
         models = Models(
             self.parts,
             self.dtype,

@@ -31,8 +31,9 @@ GROUPS = tuple(
         "< pressure memory/spent memory/rows memory/weights memory/moments memory/moments_media memory/plan "
         "memory/plan_lines "
         "< model < render < manifest < save embed < graph < forecast < compare engines ways < demo "
-        "< verify bench bench_accelerators bench_text bench_quant bench_card selftest bench_gpu inspection "
-        "weight_commands accelerate_command plan_command recover_command compare_command terminal < cli < __main__"
+        "< verify bench bench_accelerators bench_text bench_quant bench_card bench_paths paths_table "
+        "selftest bench_gpu inspection weight_commands accelerate_command plan_command recover_command compare_command "
+        "bench_command typed terminal < cli < __main__"
     ).split(" < ")
 )
 RANK = {entry: rank for rank, group in enumerate(GROUPS) for entry in group}

@@ -91,7 +91,7 @@ def test_a_way_is_its_name():
     ("name", "words"),
     [
         ("int8+fp8", "quantises twice"),
-        ("lossles", "part 'lossles'.*is not built.*lossless, steps=N"),
+        ("lossles", "part 'lossles'.*is not built.*lossless, lora, steps=N"),
         ("steps=0", "steps .forwards. is 0"),
         ("forecast:calls=7", "calls is 7"),
     ],

@@ -77,7 +77,7 @@ def demo(out: Path, num_forwards: int, say: Say, progress: Progress) -> list:
     say(f"the small carried model, of the release's architecture: {CARRIED_MODEL}")
     say("it knows one coloured shape on grey and its tones, nothing else: what it can do stands in its CARD.md")
     bed = Bed(find_parts(CARRIED_MODEL), torch.float32, caches=Caches())
-    warm_up(bed)
+    warm_up(ways=tuple(dict.fromkeys(clip.way for clip in CLIPS)))
     plain = text_to_video(num_forwards)
     taken, made = {}, {}
     for clip in CLIPS:
@@ -112,11 +112,14 @@ def prepare_folder(out: Path, num_forwards: int) -> None:
         check_output(out / f"{clip.file}.mp4")
 
 
-def warm_up(bed: Bed) -> None:
-    """Two forwards that nobody sees: what a process does once (imports, threads, buffers) must not be charged to the
-    first clip that is timed."""
+def warm_up(
+    device: str | torch.device = "cpu", dtype: torch.dtype | None = torch.float32, ways: Sequence[str] = (LOSSLESS,)
+) -> None:
+    """Two forwards of the carried model that nobody sees: what a process does once (imports, threads, buffers) must not
+    be charged to the first clip that is timed."""
+    bed = Bed(find_parts(CARRIED_MODEL), dtype, device)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for way in dict.fromkeys(clip.way for clip in CLIPS):
+        for way in ways:
             bed.take(Way.read(way), text_to_video(2), Path(folder) / "warm.mp4")
 
 
