@@ -121,7 +121,7 @@ def _highest(values: Iterable[int | None]) -> Measured:
 def cells_of(row: PathRow) -> list[str]:
     """A row in words, in the order of HEAD."""
     if not row.measured:
-        return [row.way, f"failed: {row.failed}", *[""] * (len(HEAD) - 2)]
+        return [row.way, "failed", *[""] * (len(HEAD) - 2)]
     mark = MARK if row.busy else ""
     part = "" if row.measured == row.asked else f" ({row.measured} of {row.asked})"
     return [
@@ -146,7 +146,7 @@ def sentences(bench: Bench, cells: Sequence[dict[str, Any]], rows: Sequence[Path
     size, frames = bench.request.size, bench.request.frames
     size = f"{size[0]}x{size[1]}" if size else "the trained canvas"
     said = [
-        f"{len(bench.prompts)} prompts, {len(bench.seeds)} seeds, {size}, {frames or 124} frames, "
+        f"{_count(bench.prompts, 'prompt')}, {_count(bench.seeds, 'seed')}, {size}, {frames or 124} frames, "
         f"{bench.request.num_forwards} forwards; {len(good)} of {len(bench.takes) * len(bench.ways)} cells measured"
     ]
     machines = dict.fromkeys(_machine(cell) for cell in good)
@@ -160,6 +160,10 @@ def sentences(bench: Bench, cells: Sequence[dict[str, Any]], rows: Sequence[Path
         )
     said += [f"{row.way} failed: {row.failed}" for row in rows if row.failed]
     return [*said, SAYS]
+
+
+def _count(things: Sequence, word: str) -> str:
+    return f"{len(things)} {word}{'' if len(things) == 1 else 's'}"
 
 
 def _machine(cell: dict[str, Any]) -> str:
@@ -193,6 +197,7 @@ def page_of(bench: Bench, cells: Sequence[dict[str, Any]]) -> TablePage:
         head=[*HEAD, ""],
         rows=table,
         after=[*said[1:], *rest],
+        wide=True,
         figures=[scatter_svg(plot) for plot in plots_of(rows)],
     )
 

@@ -14,8 +14,10 @@ import av
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageDraw
 
 from h3_runtime.cli import main
+from h3_runtime.compare import letters
 from h3_runtime.compare import page as pages
 from h3_runtime.compare.plots import Plot, png, svg, thinned, tick_words, ticks
 from h3_runtime.compare.report import compare_files, compare_saved, compare_sides
@@ -304,3 +306,53 @@ def test_the_page_plays_without_network(made):
         assert states["2"]["muted"] == [True, False] and states["1"]["muted"] == [False, True]
         assert states["playing"]["sizes"] == [[96, 64], [96, 64]]
     assert told["light"]["paper"] == told["dark"]["other_paper"] != told["dark"]["paper"]
+
+
+# ---- letters in captions
+
+
+@pytest.fixture
+def own_font_only(monkeypatch):
+    """As on a system without fonts."""
+
+    def forget():
+        letters._fonts.cache_clear()
+        letters._font_of.cache_clear()
+
+    monkeypatch.setattr(letters, "SYSTEM_FONTS", ())
+    forget()
+    yield
+    forget()
+
+
+def test_letters_that_no_font_has_lose_their_marks_or_are_told(own_font_only):
+    bare = letters.Letters(16)
+    assert bare.drawable("a cat \u2013 100 %") == "a cat ? 100 %"
+    assert bare.drawable("\u00e9t\u00e9 \u65e5") == "ete ?" and bare.drawable("e\u0301") == "e"
+    (note,) = letters.replaced_note(bare.replaced)
+    assert "\u00e9 as e" in note and "\u2013\u65e5 as ?" in note and "Noto Sans CJK" in note
+    assert letters.replaced_note(letters.Letters(16).replaced) == []
+
+
+def test_a_system_font_takes_what_pillow_lacks():
+    if len(letters._fonts(16)) == 1:
+        pytest.skip("needs os: this system has none of those that are asked")
+    drawn = letters.Letters(16)
+    assert drawn.drawable("\u00e9t\u00e9") == "\u00e9t\u00e9" and not drawn.replaced
+    runs = drawn.runs("a\u00e9b")
+    assert [part for _, part in runs] == ["a", "\u00e9", "b"] and runs[0][0] is runs[2][0] is not runs[1][0]
+    pictures = []
+    for text in ("\u00e9", "e"):
+        picture = Image.new("L", (40, 40))
+        drawn.write(ImageDraw.Draw(picture), (4, 4), text, 255)
+        pictures.append(np.asarray(picture))
+    rows = [np.flatnonzero(ink.any(1)) for ink in pictures]
+    assert rows[0].max() == rows[1].max(), "both stand on one line"
+    assert rows[0].min() < rows[1].min(), "the accent stands above the letter"
+
+
+def test_what_a_caption_could_not_draw_is_told(media, tmp_path, own_font_only):
+    one = side_of_frames(media.clip[:3], None, "\u65e5\u672c.mp4")
+    made = compare_sides(one, side_of_frames(media.clip[:3], None, "plain.mp4"), tmp_path / "out")
+    assert any("\u65e5\u672c as ?" in note for note in made.data["notes"])
+    assert "\u65e5\u672c.mp4" in (tmp_path / "out" / "report.html").read_text("utf-8")

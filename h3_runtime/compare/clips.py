@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from ..media import Encoding, Mp4Writer, copy_tracks, resize_stretch
-from .plots import font
+from .letters import Letters, replaced_note
 from .sources import Side
 
 GAIN = 8
@@ -34,8 +34,10 @@ class Clips:
         self.width, self.height = width - width % 2, height - height % 2
         shrink = min(1.0, (WIDEST - 8) / (2 * self.width))
         self.each = int(self.width * shrink) // 2 * 2, int(self.height * shrink) // 2 * 2
-        self.captions = [_caption(f"{letter}  {side.name}", side.label, self.each[0], COLOURS[index])
-                         for index, (letter, side) in enumerate(zip("AB", (a, b)))]  # fmt: skip
+        made = [_caption(f"{letter}  {side.name}", side.label, self.each[0], COLOURS[index])
+                for index, (letter, side) in enumerate(zip("AB", (a, b)))]  # fmt: skip
+        self.captions = [caption for caption, _ in made]
+        self.notes = replaced_note({**made[0][1], **made[1][1]})
         self.band = self.captions[0].shape[0]
         self.proxies: list[Path] = []
 
@@ -81,34 +83,21 @@ class Clips:
             ]
 
 
-def _fitted(draw: ImageDraw.ImageDraw, text: str, width: int, letters) -> str:
-    """``text``, its end cut off where it is wider than ``width`` pixels."""
-    if draw.textlength(text, letters) <= width:
-        return text
-    while text and draw.textlength(text + "...", letters) > width:
-        text = text[:-1]
-    return text + "..."
-
-
-def _caption(name: str, label: str, width: int, colour: tuple[int, int, int]) -> np.ndarray:
-    """uint8 [band, width, 3]: two lines, the second smaller."""
+def _caption(name: str, label: str, width: int, colour: tuple[int, int, int]) -> tuple[np.ndarray, dict[str, str]]:
+    """uint8 [band, width, 3]: two lines, the second smaller; and what was drawn in place of letters that lack here."""
     band = Image.new("RGB", (width, 52), PAPER)
-    draw = ImageDraw.Draw(band)
+    draw, replaced = ImageDraw.Draw(band), {}
     draw.rectangle((0, 0, width, 3), fill=colour)
     for text, top, size in ((name, 8, 18), (label, 31, 14)):
-        letters = font(size)
-        draw.text((10, top), _fitted(draw, _plain(text), width - 20, letters), fill=INK, font=letters)
-    return np.asarray(band)
+        letters = Letters(size)
+        letters.write(draw, (10, top), letters.fitted(draw, text, width - 20), INK)
+        replaced |= letters.replaced
+    return np.asarray(band), replaced
 
 
 def _line(words: str, width: int) -> np.ndarray:
     """uint8 [BAND, width, 3]: one line of text."""
     band = Image.new("RGB", (width, BAND), PAPER)
-    draw, letters = ImageDraw.Draw(band), font(15)
-    draw.text((10, 8), _fitted(draw, _plain(words), width - 20, letters), fill=INK, font=letters)
+    draw, letters = ImageDraw.Draw(band), Letters(15)
+    letters.write(draw, (10, 8), letters.fitted(draw, words, width - 20), INK)
     return np.asarray(band)
-
-
-def _plain(text: str) -> str:
-    """What the built-in font can write; other letters become question marks."""
-    return text.encode("latin-1", "replace").decode("latin-1")

@@ -13,7 +13,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
+
+from .letters import font
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 190, 58, 12, 26, 28
 POINTS = 640  # columns; longer clips keep each column's lowest and highest value
@@ -211,14 +213,6 @@ def png(plot: Plot, scale: int = 2) -> Image.Image:
         if len(plot.series) > 1:
             text(WIDTH - RIGHT - 60 * (len(plot.series) - number), 16, name, INKS[number])
     return picture
-
-
-def font(size: int):
-    """Pillow's own letters at ``size`` pixels; a Pillow without FreeType has one small size."""
-    try:
-        return ImageFont.load_default(size)
-    except (TypeError, OSError, ImportError):
-        return ImageFont.load_default()
 
 
 def heat(levels: np.ndarray) -> Image.Image:

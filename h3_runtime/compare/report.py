@@ -112,6 +112,7 @@ def compare_sides(
         seen.notes.append(f"B was resized from {first[1].shape[1]}x{first[1].shape[0]} to {width}x{height} (Lanczos)")
     clips = nullcontext() if folder is None else Clips(folder, a, b, width, height)
     with clips as recorder:
+        seen.notes += [] if recorder is None else recorder.notes
         _measure_frames(a, b, (width, height), recorder, seen, progress or (lambda stage, done, total: None))
     data = _data(a, b, seen, thresholds or {}, (width, height))
     made = Comparison(data, seen.meter.tracks, (a, b), folder, () if folder is None else tuple(recorder.proxies))

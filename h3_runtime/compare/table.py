@@ -34,7 +34,8 @@ class Shown:
 
 @dataclass(frozen=True)
 class TablePage:
-    """``said``: sentences above the table; ``after``: below it. ``figures``: SVG elements."""
+    """``said``: sentences above the table; ``after``: below it. ``figures``: SVG elements. ``wide``: for a table of
+    many columns."""
 
     title: str
     said: Sequence[str]
@@ -43,6 +44,7 @@ class TablePage:
     after: Sequence[str] = ()
     clips: Sequence[Shown] = ()
     figures: Sequence[str] = ()
+    wide: bool = False
 
     def html(self) -> str:
         """The whole page as text."""
@@ -52,6 +54,7 @@ class TablePage:
             f'<th scope="col"{kind}>{escaped(words)}</th>'
             for words, kind in zip_longest(self.head, left[: len(self.head)], fillvalue="")
         )
+        wide = ' class="wide"' if self.wide else ""
         rows = "".join(f"<tr>{''.join(map(_cell, row, range(len(row))))}</tr>" for row in self.rows)
         return "\n".join(
             [
@@ -59,7 +62,7 @@ class TablePage:
                 f'<html lang="en"><head><meta charset="utf-8"><title>{escaped(self.title)}</title>',
                 f'<meta http-equiv="Content-Security-Policy" content="{escaped(POLICY)}">',
                 '<meta name="viewport" content="width=device-width, initial-scale=1">',
-                f"<style>{style}</style></head><body><main>",
+                f"<style>{style}</style></head><body><main{wide}>",
                 f"<header><h1>{escaped(self.title)}</h1>",
                 '<button id="theme" type="button" aria-label="Light or dark">Light / dark (T)</button></header>',
                 *(f"<p>{escaped(sentence)}</p>" for sentence in self.said),
