@@ -22,6 +22,7 @@ from torch import Tensor
 from ..errors import H3Error
 from ..geometry import is_number, is_whole
 from ..layout import PackedLayout, Segment
+from ..schedule import Schedule
 
 # options of one name say the same everywhere: the page translates them by name
 WARMUP = "Forwards at the start that run in full."
@@ -151,6 +152,10 @@ class Accelerator:
     def host_bytes(self, layout, config, item: int = 2) -> int:
         """What it holds in host memory at most."""
         return 0
+
+    def planned_calls(self, schedule: Schedule) -> int:
+        """How many forwards of ``schedule`` run the blocks, as far as its options alone decide it."""
+        return schedule.num_forwards
 
     def state(self) -> dict[str, Tensor]:
         """Tensors that recovery saves after a forward."""

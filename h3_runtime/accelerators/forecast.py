@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..models.attention import row_chunks
+from ..schedule import Schedule
 from .base import TAIL, WARMUP, Accelerator, Options, Streams, Window, option
 
 STREAMS = ("video", "audio")
@@ -188,6 +189,13 @@ class Forecast(Accelerator):
             full = len(kept) == self.options.window
             buffer = kept.pop(0) if full else torch.empty_like(self._rows(h, stream), device=place)
             kept.append(buffer.copy_(self._rows(h, stream)))
+
+    def planned_calls(self, schedule: Schedule) -> int:
+        """Where the sound asks for none beyond the share."""
+        own, forwards = self.options, len(schedule.video) - 1
+        window = Window(schedule.start + own.warmup, forwards - own.tail)
+        planned = place_calls(schedule.video, schedule.audio, schedule.start, window, own.calls)
+        return sum(planned[: schedule.num_forwards])
 
     def bytes(self, layout, config, item: int = 2) -> int:
         rows = len(layout.target_video) + len(layout.target_audio)

@@ -53,7 +53,8 @@ def largest(moments: Iterable[Moment]) -> Moment:
 @dataclass(frozen=True)
 class DiTLoad:
     """What one forward of the DiT works on: sizes, the chunks, and bytes that accelerators hold. ``refiner_stays``: its
-    blocks are resident; else they come through a ring for as long as they run."""
+    blocks are resident; else they come through a ring for as long as they run. ``calls``: forwards that run the blocks,
+    what accelerators surely leave out not counted."""
 
     weights: DiTWeights
     layout: PackedLayout
@@ -63,6 +64,7 @@ class DiTLoad:
     accelerators: int = 0
     accelerators_on_host: int = 0
     refiner_stays: bool = False
+    calls: int = 0
 
     @staticmethod
     def of(sizes: RenderSizes, weights: DiTWeights, accelerators: Sequence[Accelerator] = ()) -> DiTLoad:
@@ -79,7 +81,9 @@ class DiTLoad:
             if accelerator.keeps_state
         )
         masked = (bool(sizes.video_levels), bool(sizes.sound_levels))
-        return DiTLoad(weights, layout, sizes.step_counts(), masked, CANONICAL, held, on_host)
+        counts, schedule = sizes.step_counts(), sizes.schedule
+        calls = min([counts.forwards, *(accelerator.planned_calls(schedule) for accelerator in accelerators)])
+        return DiTLoad(weights, layout, counts, masked, CANONICAL, held, on_host, calls=calls)
 
     @property
     def config(self) -> DiTConfig:

@@ -141,7 +141,7 @@ class _Denoise:
             host=self.host,
             peak_at=self.peak.name,
             parts=self.peak.parts,
-            passes=self.load.counts.forwards,
+            passes=self.load.calls,
             moved=self.moved,
             seconds=self.times.total,
             bound=self.times.bound,
@@ -587,6 +587,12 @@ def _notes(denoise: _Denoise, sizes: RenderSizes, card: Card, host: Host) -> lis
         notes.append(
             f"{rows:,} rows: {share:.0%} of them are conditions and their text, and time grows with the square of "
             "all; shorter reference clips and fewer pictures cost less"
+        )
+    left_out = denoise.load.counts.forwards - denoise.load.calls
+    if left_out:
+        notes.append(
+            f"{left_out} of {denoise.load.counts.forwards} forwards are left out by what accelerates: they run no "
+            "block and load nothing; where the sound asks for more forwards, it takes longer"
         )
     if denoise.load.chunks != CANONICAL:
         chunks = denoise.load.chunks

@@ -37,7 +37,7 @@ from ..job import MASK_LEVELS, MODALITY_TEXT, MODALITY_VIDEO, Masks, RenderJob
 from ..layout import ConditionShape, PackedLayout, Segment
 from ..references import IMAGE_SHORT_EDGE, SEEN_EVERY, PlacedReference, clip_canvas
 from ..request import RenderRequest
-from ..schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, plan_schedule
+from ..schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, Schedule, plan_schedule
 from ..steps import plan_steps
 from ..text.presentation import sample_clip
 from ..text.vision import FRAMES_PER_PATCH, MERGE, PATCH, clip_size, comfy_size, picture_size
@@ -200,13 +200,22 @@ class RenderSizes:
             tags, (canvas.latent_t, canvas.latent_h, canvas.latent_w), canvas.audio_t, self.conditions
         )
 
+    @property
+    def _schedule(self) -> tuple:
+        return (self.num_forwards, self.denoise, self.start, self.stop, *self.shifts)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The sigmas that it walks."""
+        return plan_schedule(*self._schedule)
+
     def step_counts(self) -> StepCounts:
         """Modulation rows of this render: they do not depend on the canvas."""
         one = [replace(c, video=c.video and (1, 2, 2), audio=min(c.audio, 1), frame_index=0) for c in self.conditions]
         layout = PackedLayout.build(torch.ones(1, dtype=torch.int64), (2, 2, 2), 1, one)
         held = [(segment.kind, segment.held) for segment in layout.conditions]
         vision = self.text_vision or any(vision.patches for vision in self.shown)
-        schedule = (self.num_forwards, self.denoise, self.start, self.stop, *self.shifts)
+        schedule = self._schedule
         return _count_steps(tuple(dict.fromkeys(held)), vision, self.video_levels, self.sound_levels, schedule)
 
     def on(self, canvas: Canvas) -> RenderSizes:
