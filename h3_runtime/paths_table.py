@@ -24,7 +24,7 @@ STAGES = ("load", "encode", "denoise", "decode")
 BUSY = 0.05  # share of the cores that other programs took, above which a time is marked
 MARK = "*"
 FILES = ("paths.html", "paths.md", "paths.json")
-HEAD = ("path", "label", "DiT calls", *(f"{stage} s" for stage in STAGES), "faster", "peak VRAM GiB", "peak RAM GiB",
+HEAD = ("path", "label", "DiT calls", *(f"{stage} s" for stage in STAGES), "times as fast", "peak VRAM GiB", "peak RAM GiB",
         "PSNR dB", "PSNR worst frame dB", "SSIM", "sound: STFT distance", "sound: log-spectral dB",
         "sound: SNR dB")  # fmt: skip
 
@@ -129,7 +129,7 @@ def cells_of(row: PathRow) -> list[str]:
         row.label,
         f"{row.dit_calls:g}",
         *(f"{row.seconds[stage]:.2f}{mark}" for stage in STAGES),
-        f"{row.faster:.2f} x{mark}" if is_number(row.faster) else "-",
+        f"{row.faster:.2f}{mark}" if is_number(row.faster) else "-",
         f"{row.vram:.2f}" if is_number(row.vram) else "-",
         f"{row.host:.2f}" if is_number(row.host) else "-",
         *(_figure(value) for value in row.figures.values()),
@@ -188,13 +188,13 @@ def page_of(bench: Bench, cells: Sequence[dict[str, Any]]) -> TablePage:
     pages = {way.name: [c["page"] for c in cells if c["way"] == way.name and c.get("page")] for way in bench.ways}
     table = []
     for row in rows:
-        links = [Link(f"comparison {number + 1}", to) for number, to in enumerate(pages[row.way])]
-        table.append([*cells_of(row), links[0] if links else ""])
+        links = tuple(Link(str(number), to) for number, to in enumerate(pages[row.way], start=1))
+        table.append([*cells_of(row), links or ""])
     said, rest = sentences(bench, cells, rows), [f"{row.way}: {note}" for row in rows for note in row.notes]
     return TablePage(
         title="Paths: what each costs and changes",
         said=said[:1],
-        head=[*HEAD, ""],
+        head=[*HEAD, "comparisons"],
         rows=table,
         after=[*said[1:], *rest],
         wide=True,

@@ -23,6 +23,9 @@ class Link:
     to: str
 
 
+Cell = str | Link | tuple[Link, ...]
+
+
 @dataclass(frozen=True)
 class Shown:
     """A clip on the page: an mp4 relative to it, and what is said below."""
@@ -40,7 +43,7 @@ class TablePage:
     title: str
     said: Sequence[str]
     head: Sequence[str]
-    rows: Sequence[Sequence[str | Link]]
+    rows: Sequence[Sequence[Cell]]
     after: Sequence[str] = ()
     clips: Sequence[Shown] = ()
     figures: Sequence[str] = ()
@@ -83,10 +86,15 @@ class TablePage:
         return path
 
 
-def _cell(cell: str | Link, column: int) -> str:
-    kind = ' class="name left"' if column < 2 or isinstance(cell, Link) else ""
-    words = f'<a href="{escaped(cell.to)}">{escaped(cell.words)}</a>' if isinstance(cell, Link) else escaped(cell)
+def _cell(cell: Cell, column: int) -> str:
+    kind = ' class="name left"' if column < 2 or not isinstance(cell, str) else ""
+    links = (cell,) if isinstance(cell, Link) else cell
+    words = escaped(cell) if isinstance(cell, str) else " ".join(map(_anchor, links))
     return f"<td{kind}>{words}</td>"
+
+
+def _anchor(link: Link) -> str:
+    return f'<a href="{escaped(link.to)}">{escaped(link.words)}</a>'
 
 
 def _clip(clip: Shown) -> str:
