@@ -24,9 +24,10 @@ STAGES = ("load", "encode", "denoise", "decode")
 BUSY = 0.05  # share of the cores that other programs took, above which a time is marked
 MARK = "*"
 FILES = ("paths.html", "paths.md", "paths.json")
-HEAD = ("path", "label", "DiT calls", *(f"{stage} s" for stage in STAGES), "times as fast", "peak VRAM GiB", "peak RAM GiB",
-        "PSNR dB", "PSNR worst frame dB", "SSIM", "sound: STFT distance", "sound: log-spectral dB",
-        "sound: SNR dB")  # fmt: skip
+HEAD = (
+    "path", "label", "DiT calls", *(f"{stage} s" for stage in STAGES), "times as fast", "peak VRAM GiB", "peak RAM GiB",
+    "PSNR dB", "PSNR worst frame dB", "SSIM", "sound: STFT distance", "sound: log-spectral dB", "sound: SNR dB",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
