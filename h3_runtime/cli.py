@@ -18,6 +18,7 @@ from . import __version__
 from .accelerate_command import accelerate_request, add_acceleration_options, add_paths
 from .bench_command import add_bench
 from .compare_command import add_compare
+from .engine_command import add_engine, add_engine_options, run_remote, without_engine
 from .errors import H3Error
 from .plan_command import add_plan
 from .recover_command import add_recover
@@ -124,12 +125,14 @@ def _add_render(commands) -> argparse.ArgumentParser:
             '  render --model DIR --prompt "a cat" --out cat.mp4\n'
             '  render --model DIR --prompt "a cat" --first-frame a.png --guide b.png@60 --guide s.wav@2s --out c.mp4\n'
             '  render --model DIR --prompt "a dog" --source c.mp4 --mask m.png --audio-mask keep --out d.mp4\n'
-            "  render --model DIR --from d.mp4 --out again.mp4"
+            "  render --model DIR --from d.mp4 --out again.mp4\n"
+            '  render --engine NAME --prompt "a cat" --out cat.mp4'
         ),
     )
-    model = _add_model_options(command)
+    model = _add_model_options(command, required=False)
     model.add_argument("--dit", metavar="FILE", help="DiT file or folder, instead of the one found in --model")
     model.add_argument("--layout", help="read the DiT in this layout, where its names leave a choice")
+    add_engine_options(command.add_argument_group("on a server"))
     add_loading_options(command.add_argument_group("weights"))
     what = _add_prompt_options(command)
     what.add_argument("--embeds", metavar="FILE", help="the prompt's states from embed save: no text encoder is needed")
@@ -181,10 +184,10 @@ def _add_render(commands) -> argparse.ArgumentParser:
     return command
 
 
-def _add_model_options(command):
+def _add_model_options(command, required: bool = True):
     model = command.add_argument_group("model")
     model.add_argument(
-        "--model", required=True, metavar="DIR", help="model folder: official, diffusers or ComfyUI files"
+        "--model", required=required, metavar="DIR", help="model folder: official, diffusers or ComfyUI files"
     )
     model.add_argument("--dtype", choices=["float32"], help="compute in float32 instead of the stored dtype")
     model.add_argument("--device", default=None, help="cuda or cpu (default: cuda when there is one)")
@@ -243,6 +246,9 @@ def run_render(arguments, say: Say) -> tuple[Results, int]:
     from .render import render_request
     from .save import check_output, keep_inputs, save_clip
 
+    if arguments.engine is not None:
+        return run_remote(arguments, say, lambda a: accelerate_request(a, request_of(a))[0], RENDER_INPUTS)
+    without_engine(arguments)
     out = check_output(arguments.out)
     old, said = None, []
     if arguments.inputs is not None and arguments.manifest is None:
@@ -499,5 +505,5 @@ def run_verify(arguments, say: Say) -> tuple[Results, int]:
 
 COMMANDS = (
     _add_demo, _add_render, _add_embed, add_recover, add_plan, add_compare, add_inspect, add_quantize,
-    _add_selftest, add_paths, _add_verify, add_bench,
+    _add_selftest, add_paths, add_engine, _add_verify, add_bench,
 )  # fmt: skip

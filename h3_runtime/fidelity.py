@@ -240,3 +240,8 @@ register("audio-vae/file-approximate", _APPROXIMATE, "the audio VAE file is not 
 register("resume/state", _LOSSLESS, "a run continued from a saved float32 state walks the same bits")
 register("condition/foreign", _APPROXIMATE, "a prompt, guide or reference encoded by another program's code")
 register("dit/lora", _APPROXIMATE, "LoRAs on the weights: the result is another model's than the release's")
+register(
+    "remote/engine",
+    _APPROXIMATE,
+    "rendered by another engine on a server, in its own way and coded as mp4: not verified",
+)

@@ -79,10 +79,23 @@ def place_references(
             reference, count = _place_video(request, canvas, recipe, notes)
             placed.append(reference)
             seconds.append(count)
-    if sum(seconds) > LONGEST:
-        each = " + ".join(f"{count / FPS:.2f}" for count in seconds)
-        raise H3Error(f"the reference clips last {each} s: {CLIP_SECONDS[1]} s together are possible, cut some shorter")
+    check_clips_together(seconds)
     return tuple(placed)
+
+
+def check_clip_length(name: str, count: int) -> None:
+    """H3Error for a reference clip of ``count`` frames at 24 fps that is shorter or longer than what was taught."""
+    shortest, longest = CLIP_SECONDS
+    if not shortest * FPS <= count <= LONGEST:
+        length = f"{count / FPS:.2f} s" if count <= LONGEST else f"longer than {longest} s"
+        raise H3Error(f"reference clip {name} is {length}: clips of {shortest} to {longest} s are possible, cut it")
+
+
+def check_clips_together(counts: Sequence[int]) -> None:
+    """The same for all reference clips together."""
+    if sum(counts) > LONGEST:
+        each = " + ".join(f"{count / FPS:.2f}" for count in counts)
+        raise H3Error(f"the reference clips last {each} s: {CLIP_SECONDS[1]} s together are possible, cut some shorter")
 
 
 def describe_names(prompt: str, shown: Sequence[Shown]) -> list[str]:
@@ -150,7 +163,7 @@ def read_memory(medium: Media) -> tuple[np.ndarray | None, Tensor | None]:
 
 
 def _place_image(medium: Media, canvas: Canvas, recipe: str, notes: list[str]) -> PlacedReference:
-    name, picture = medium.name, _read_picture(medium, notes)
+    name, picture = medium.name, read_reference_picture(medium, notes)
     height, width = picture.shape[:2]
     if recipe == "comfy":
         scale = min(1.0, math.sqrt(canvas.width * canvas.height / (width * height)))
@@ -164,7 +177,8 @@ def _place_image(medium: Media, canvas: Canvas, recipe: str, notes: list[str]) -
     return PlacedReference("image", name, pixels, None, Shown("picture", name, pixels))
 
 
-def _read_picture(medium: Media, notes: list[str]) -> np.ndarray:
+def read_reference_picture(medium: Media, notes: list[str]) -> np.ndarray:
+    """uint8 [H, W, 3], upright, at its own size; changes go to ``notes``. H3Error for what is no single picture."""
     if medium.path is None:
         frames, _ = read_memory(medium)
         count = 0 if frames is None else len(frames)
@@ -206,12 +220,9 @@ def _place_video(
 ) -> tuple[PlacedReference, int]:
     """The placed clip, and how many frames at 24 fps it had before it was cut."""
     name = request.media.name
-    frames, size = _read_frames(request, recipe, notes)
+    frames, size = read_reference_clip(request, recipe, notes)
     count = len(frames)
-    shortest, longest = CLIP_SECONDS
-    if not shortest * FPS <= count <= LONGEST:
-        length = f"{count / FPS:.2f} s" if count <= LONGEST else f"longer than {longest} s"
-        raise H3Error(f"reference clip {name} is {length}: clips of {shortest} to {longest} s are possible, cut it")
+    check_clip_length(name, count)
     if size != frames.shape[2:0:-1]:
         notes.append(f"{name} ({size[0]}x{size[1]}) was resized to {frames.shape[2]}x{frames.shape[1]} as a clip")
     frames = frames[: canvas.num_frames]
@@ -234,15 +245,18 @@ def _place_video(
             f"{name}: {kept} of {count} frames are used ({kept / FPS:.3f} of {count / FPS:.3f} s; the render has "
             f"{canvas.num_frames} and clips are 17k + 5)"
         )
-    audio = _read_soundtrack(request, canvas, recipe, notes)
+    audio = read_soundtrack(request, canvas, recipe, notes)
     sound = "" if audio is None else hashlib.sha256(audio.contiguous().numpy().tobytes()).hexdigest()
     kind = "clip" if audio is None else "clip with sound"
     shown = Shown(kind, name, frames[list(indices)], timestamps, sound)
     return PlacedReference("video" if audio is None else "video_audio", name, frames[:kept], audio, shown), count
 
 
-def _read_frames(request: ReferenceRequest, recipe: str, notes: list[str]) -> tuple[np.ndarray, tuple[int, int]]:
-    """(uint8 [f, H, W, 3] at 24 fps on the clip's own canvas, at most one frame more than possible; its own size)."""
+def read_reference_clip(request: ReferenceRequest, recipe: str, notes: list[str]) -> tuple[np.ndarray, tuple[int, int]]:
+    """(uint8 [f, H, W, 3] at 24 fps on the clip's own canvas, at most one frame more than possible; its own size).
+
+    H3Error for what is no clip.
+    """
     medium = request.media
     size: list[tuple[int, int]] = []
 
@@ -295,6 +309,12 @@ def clip_canvas(name: str, width: int, height: int, recipe: str) -> tuple[int, i
 
 
 def _place_audio(medium: Media, canvas: Canvas, recipe: str, notes: list[str]) -> PlacedReference:
+    audio = read_reference_sound(medium, canvas, recipe, notes)
+    return PlacedReference("audio", medium.name, None, audio, Shown("sound", medium.name, sound_sha256=medium.sha256))
+
+
+def read_reference_sound(medium: Media, canvas: Canvas, recipe: str, notes: list[str]) -> Tensor:
+    """float32 [2, L] at 32 kHz, cut to the render's length. H3Error for what holds no sound."""
     name = medium.name
     if medium.path is not None and media.kind_of(medium.path) == "image":
         raise H3Error(f"reference sound {name} is a picture: give it as --ref-image")
@@ -303,10 +323,12 @@ def _place_audio(medium: Media, canvas: Canvas, recipe: str, notes: list[str]) -
         raise H3Error(f"reference sound {name} holds no sound: give a sound file, or a clip with a soundtrack")
     if medium.path is not None and media.kind_of(medium.path) == "video":
         notes.append(f"{name}: only its sound is used, its picture is not")
-    return PlacedReference("audio", name, None, audio, Shown("sound", name, sound_sha256=medium.sha256))
+    return audio
 
 
-def _read_soundtrack(request: ReferenceRequest, canvas: Canvas, recipe: str, notes: list[str]) -> Tensor | None:
+def read_soundtrack(request: ReferenceRequest, canvas: Canvas, recipe: str, notes: list[str]) -> Tensor | None:
+    """The sound of a reference clip, float32 [2, L] at 32 kHz, cut to the render's length; None where it has none, or
+    none is wanted."""
     name = request.media.name
     if request.media.path is not None:
         has_sound = media.sound_seconds(request.media.path) is not None

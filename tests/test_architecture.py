@@ -33,7 +33,7 @@ GROUPS = tuple(
         "< model < render < manifest < save embed < graph < forecast < compare engines ways < demo "
         "< verify bench bench_accelerators bench_text bench_quant bench_card bench_paths paths_table "
         "selftest bench_gpu inspection weight_commands accelerate_command plan_command recover_command compare_command "
-        "bench_command typed terminal < cli < __main__"
+        "bench_command engine_command typed terminal < cli < __main__"
     ).split(" < ")
 )
 RANK = {entry: rank for rank, group in enumerate(GROUPS) for entry in group}

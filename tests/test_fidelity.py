@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from h3_runtime.geometry import Canvas
 from h3_runtime.guides import place
 from h3_runtime.job import AVLatent, Guide, Masks, RenderJob, TextCondition
 from h3_runtime.lora import Lora, apply, plan
+from h3_runtime.media import Mp4Writer, read_clip, to_uint8
 from h3_runtime.memory.streaming import DiTLayers
 from h3_runtime.model import Caches, Models
 from h3_runtime.models import attention, dit
@@ -368,6 +371,16 @@ def other_tile(model, monkeypatch):
     return not torch.equal(model.video_vae.decode(video), model.video_vae.decode(video, tile=192))
 
 
+def coded_elsewhere(model, monkeypatch):
+    """What a server gives has gone through its encoder: no pixel can be taken for the one that was rendered."""
+    rendered = model.video_vae.decode(noise(1, 24, 2, 4, 6)).clamp(0, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        with Mp4Writer(Path(folder) / "clip.mp4", 96, 64) as writer:
+            writer.write(rendered)
+        returned = read_clip(Path(folder) / "clip.mp4").frames
+    return not (returned == to_uint8(rendered[0].permute(1, 2, 3, 0))).all()
+
+
 PROOFS = {
     **QUANTISED,
     "dit/stored": twice("stored", job()),
@@ -400,6 +413,7 @@ PROOFS = {
     "resume/state": resumed,
     "condition/foreign": foreign_condition,
     "dit/lora": lora,
+    "remote/engine": coded_elsewhere,
     "solver/second-order": differs(solver="second-order"),
     "accelerator/sparse": accelerated("sparse", keep=0.5, block=4, warmup=1, tail=1),
     "accelerator/block-cache": accelerated("block-cache", video=10.0, audio=10.0, warmup=1, tail=1),
