@@ -104,6 +104,7 @@ _HOMES = {
     "refuse_other": "text.conditions",
     "render_remote": "engines.run",
     "render_request": "render",
+    "resume_remote": "engines.run",
     "resample_slots": "references",
     "resample_sound": "media",
     "run_job": "graph",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from . import host
+from . import host, remote
 from .accelerate import acceleration_at, acceleration_of
 from .load import CARRIED, carried_folder, file_stamp, foreseen_part
 from .upstream import Step, Upstream
@@ -193,6 +193,7 @@ LABELS = {
         ("H3RuntimeJoinClips", "H3RuntimeDecodeVideo", "H3RuntimeDecodeSound", "H3RuntimeSaveVideo"), _of_clip
     ),
     "H3RuntimeDecodeAndSave": _of_clip,
+    "H3RuntimeRemoteRender": remote.label_of,
 }
 
 

@@ -218,11 +218,12 @@ class Teller:
         except Exception as error:
             _once("the progress bar", error)
 
-    def steps(self, done: int, total: int, preview=None) -> None:
-        """``done`` of ``total`` parts of the work are behind us; ``preview`` as the host's bar takes it."""
+    def steps(self, done: int, total: int, preview=None, words: str = "") -> None:
+        """``done`` of ``total`` parts of the work are behind us; ``preview`` as the host's bar takes it; ``words`` in
+        place of the count."""
         if self.bar is not None:
             self.bar.update_absolute(done, total, preview)
-        self.tick(done, total, force=True)
+        self.tick(done, total, words, force=True)
 
     def tick(self, done: float, total: float, words: str = "", force: bool = False) -> None:
         now = time.perf_counter()

@@ -25,6 +25,48 @@ def many(name: str, template, prefix: str, words: str):
     )
 
 
+def media_inputs() -> list:
+    """The growing lists of pictures, clips with their soundtracks, and sounds."""
+    return [
+        many(
+            "images",
+            io.Image.Input("image", tooltip="A reference picture: <Picture n> in the prompt."),
+            "image_",
+            "Up to 9 pictures, named <Picture 1>, <Picture 2> ... in the prompt.",
+        ),
+        many(
+            "videos",
+            io.MultiType.Input(
+                "video",
+                types=[io.Video, io.Image],
+                tooltip="A reference clip of 2 to 15 seconds: <Video n>. A video brings its own rate "
+                "and sound; "
+                "frames count as 24 a second.",
+            ),
+            "video_",
+            "Up to 3 clips, named <Video 1> ... in the prompt; 15 seconds in all.",
+        ),
+        many(
+            "video_sounds",
+            io.Audio.Input("video_sound", tooltip="The soundtrack of the clip with the same number."),
+            "video_sound_",
+            "Soundtracks of clips that were connected as frames.",
+        ),
+        many(
+            "sounds",
+            io.Audio.Input("sound", tooltip="A reference sound: <Audio n> in the prompt."),
+            "sound_",
+            "Up to 3 sounds, named after the soundtracks of the clips.",
+        ),
+        io.Boolean.Input(
+            "soundtracks",
+            optional=True,
+            default=True,
+            tooltip="Whether a connected video's own sound is a reference too.",
+        ),
+    ]
+
+
 class References(Node):
     """A prompt with references."""
 
@@ -45,42 +87,7 @@ class References(Node):
                 io.Vae.Input("audio_vae", optional=True, tooltip="The audio VAE, for sounds and soundtracks."),
                 io.Latent.Input("latent", tooltip="The latent that will be rendered: its size and length are used."),
                 prompt_input(),
-                many(
-                    "images",
-                    io.Image.Input("image", tooltip="A reference picture: <Picture n> in the prompt."),
-                    "image_",
-                    "Up to 9 pictures, named <Picture 1>, <Picture 2> ... in the prompt.",
-                ),
-                many(
-                    "videos",
-                    io.MultiType.Input(
-                        "video",
-                        types=[io.Video, io.Image],
-                        tooltip="A reference clip of 2 to 15 seconds: <Video n>. A video brings its own rate "
-                        "and sound; "
-                        "frames count as 24 a second.",
-                    ),
-                    "video_",
-                    "Up to 3 clips, named <Video 1> ... in the prompt; 15 seconds in all.",
-                ),
-                many(
-                    "video_sounds",
-                    io.Audio.Input("video_sound", tooltip="The soundtrack of the clip with the same number."),
-                    "video_sound_",
-                    "Soundtracks of clips that were connected as frames.",
-                ),
-                many(
-                    "sounds",
-                    io.Audio.Input("sound", tooltip="A reference sound: <Audio n> in the prompt."),
-                    "sound_",
-                    "Up to 3 sounds, named after the soundtracks of the clips.",
-                ),
-                io.Boolean.Input(
-                    "soundtracks",
-                    optional=True,
-                    default=True,
-                    tooltip="Whether a connected video's own sound is a reference too.",
-                ),
+                *media_inputs(),
                 io.Conditioning.Input(
                     "saved",
                     optional=True,

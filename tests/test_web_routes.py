@@ -128,8 +128,8 @@ def test_every_node_with_a_label_is_in_the_graphs_of_the_tests(pack):
     """What the page shows of them is compared with Python's there, so a new one has to be added."""
     graphs = [*minimal_graphs().values(), *full_graphs().values()]
     used = {step["class_type"] for graph in graphs for step in graph.values()}
-    needs_a_file = {"H3RuntimeLoadLora", "H3RuntimeLoadPrompt"}
-    assert set(pack.routes.node_lists()["labelled"]) - used == needs_a_file
+    needs_a_file, needs_a_server = {"H3RuntimeLoadLora", "H3RuntimeLoadPrompt"}, {"H3RuntimeRemoteRender"}
+    assert set(pack.routes.node_lists()["labelled"]) - used == needs_a_file | needs_a_server
     for graph in graphs:
         answer = told(pack, graph)
         assert not [(name, told_) for name, told_ in answer["labels"].items() if "error" in told_]

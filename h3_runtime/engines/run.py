@@ -14,14 +14,14 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import H3Error
 from ..fidelity import Fidelity, compose
 from ..geometry import FPS
-from ..media import check_output_path, kept_path
+from ..media import check_output_path, copy_tracks, kept_path
 from ..media.files import publish
 from ..request import RenderRequest
 from ..unfinished import part_path
@@ -42,11 +42,13 @@ LIMITS = Limits()
 @dataclass(frozen=True)
 class RemoteOptions:
     """How a request is rendered on a server: the engine's ``quality``; ``outputs`` clips with seeds in a row; ``fresh``
-    leaves a running job of the same request alone and posts anew; ``limits`` of time and bytes."""
+    leaves a running job of the same request alone and posts anew; ``tags``: metadata put into the files, whose picture
+    and sound stay bit for bit; ``limits`` of time and bytes."""
 
     quality: str = "lossless"
     outputs: int = 1
     fresh: bool = False
+    tags: dict[str, str] = field(default_factory=dict)
     limits: Limits = LIMITS
 
 
@@ -114,7 +116,7 @@ def render_remote(
         tell(f"job {_names(record)} of the same request is taken up (--fresh posts it anew)")
     else:
         record = JobRecord(server.name, server.engine, str(server.origin), (), expected_of(shipment), mark, time.time())
-    run = _Run(engine, client, folder, record, tell, watch)
+    run = _Run(engine, client, folder, record, options.tags, tell, watch)
     with run.stoppable():
         for submission in submissions[len(record.jobs) :]:  # a process may have ended between two posts
             run.post(submission)
@@ -136,7 +138,7 @@ def resume_remote(
     client = Client(server, poll, options.limits)
     notes = [] if record.expected else ["nothing is known here of what was asked for: size, length are not compared"]
     quality = record.expected.quality if record.expected else ""
-    return _Run(engine, client, folder, record, tell, watch).finish(out, Told(), notes, quality)
+    return _Run(engine, client, folder, record, options.tags, tell, watch).finish(out, Told(), notes, quality)
 
 
 def expected_of(shipment: Shipment) -> Expected:
@@ -159,6 +161,7 @@ class _Run:
     client: Client
     folder: JobFolder
     record: JobRecord
+    tags: dict[str, str]
     tell: Callable[[str], None]
     watch: Callable[[Waiting], None]
 
@@ -253,7 +256,7 @@ class _Run:
             facts = self._whole(job, output, part, whose)
             said = [f"DIFFERS: {line}" for line in differences(facts, self.record.expected)]
             _forget_older(path)
-            target = publish(part, path)
+            target = copy_tracks(part, path, self.tags) if self.tags else publish(part, path)
         except OSError as error:
             raise H3Error(
                 f"{path} could not be written ({error.strerror}): free some space; {self._again(job)}"

@@ -72,15 +72,17 @@ def join_files(
     return writer.path, total, (*notes, *writer.notes)
 
 
-def copy_tracks(source: str | os.PathLike, target: str | os.PathLike) -> Path:
-    """Copy the coded picture and sound of an mp4 to another, bit for bit, without its tags (workflow, prompt)."""
+def copy_tracks(source: str | os.PathLike, target: str | os.PathLike, metadata: dict[str, str] | None = None) -> Path:
+    """Copy the coded picture and sound of an mp4 to another, bit for bit, with ``metadata`` in place of its own tags
+    (workflow, prompt)."""
     target = check_output_path(target)
     part = part_path(target, target.suffix)
     try:
         with (
             open_media(source) as given,
-            av.open(str(part), "w", format="mp4", options={"movflags": "faststart"}) as made,
+            av.open(str(part), "w", format="mp4", options={"movflags": "use_metadata_tags+faststart"}) as made,
         ):
+            made.metadata.update(metadata or {})
             wanted = [*given.streams.video[:1], *given.streams.audio[:1]]
             copies = {stream.index: made.add_stream_from_template(stream) for stream in wanted}
             for packet in given.demux(wanted):
