@@ -24,6 +24,8 @@ BASELINE = (
     "Euler, 49 forwards, shifts 12 and 3, reference noise and recipe, VAE tiles of 256 px"
 )
 
+REMOTE = "remote, not verified here"  # stands in the label of every clip that a server rendered
+
 
 class Label(enum.IntEnum):
     """From strongest to weakest; the weakest of a render's parts is the render's."""

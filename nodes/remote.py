@@ -193,8 +193,9 @@ class RemoteRender(Node):
         )
 
     @classmethod
-    def validate_inputs(cls, server=None):
-        """Stands in for the host's check against the list: a refusal that says how a server is added."""
+    def validate_inputs(cls, server=None, images=None, videos=None, video_sounds=None, sounds=None):
+        """Stands in for the host's check against the list: a refusal that says how a server is added. The host hands
+        growing lists over whether they are asked for or not."""
         from ..h3_runtime import H3Error
 
         try:

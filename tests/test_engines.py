@@ -6,6 +6,8 @@ The stand-ins (engine_server.py) are written from SGLang 0.5.23 and vLLM-Omni 0.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -601,6 +603,12 @@ def test_a_key_may_go_over_plain_http_to_this_machine_only(tmp_path):
         with pytest.raises(H3Error, match="ssh tunnel"):
             Server("a", "sglang", Origin.parse(origin), key=KEY)
         assert not Server("a", "sglang", Origin.parse(origin)).origin.loopback
+
+
+def test_reading_the_servers_loads_no_torch():
+    """The host asks for them while it starts."""
+    words = "import sys; from h3_runtime import load_servers; load_servers(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", words], capture_output=True, text=True).stdout == "False\n"
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{", b"\xff\xfe", b"[" * 5000])

@@ -59,6 +59,7 @@ def test_the_clip_its_file_and_a_report_that_compare_takes(pack, servers, media)
         "H3RuntimeCompare", images_a=images[:8], images_b=images[:8], report_b=report, filename_prefix="remote/compare",
     )  # fmt: skip
     assert passed and "B: B  APPROXIMATE (SGLang quality lossless" in said
+    assert "measured after H.264, 8 frames" in said, "a server's frames have gone through its encoder"
 
 
 def test_the_file_carries_the_workflow_and_the_servers_own_picture_and_sound(pack, servers, media, monkeypatch):

@@ -29,6 +29,7 @@ from .comfy_graphs import (
     saved,
 )
 from .comfy_server import ComfyServer, Listener, find_checkout
+from .engine_server import clip_bytes, serving
 
 pytestmark = pytest.mark.needs("comfyui")
 OURS = "H3Runtime"
@@ -48,7 +49,8 @@ def started(base, *options, **environment) -> ComfyServer:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    running = started(tmp_path_factory.mktemp("comfy"))
+    base = tmp_path_factory.mktemp("comfy")
+    running = started(base, H3_ENGINES=str(base / "engines.json"), H3_REMOTE_JOBS=str(base / "jobs"))
     yield running
     running.kill()
 
@@ -502,3 +504,50 @@ def test_a_killed_render_is_taken_up_when_it_is_queued_again(tmp_path_factory):
         assert (read_clip(before).frames == read_clip(after).frames).all(), "decoded after a restart: the same frames"
     finally:
         second.kill()
+
+
+# ---- a render on a server of the user's own
+
+
+def remote(**inputs) -> dict:
+    small = {"prompt": "a ball", "server": "studio", "width": 96, "height": 96, "seconds": 4.4, "steps": 3}
+    return {
+        "media": node("H3RuntimeSampleMedia", width=96, height=96, frames=107),
+        "remote": node("H3RuntimeRemoteRender", **{**small, **inputs}),
+    }
+
+
+@pytest.fixture
+def engine(server):
+    with serving("vllm-omni", key="sk-secret", looks=1) as stand:
+        entry = {"engine": "vllm-omni", "origin": stand.url, "key": "sk-secret", "version": "0.30.0"}
+        (server.base / "engines.json").write_text(json.dumps({"studio": entry}), encoding="utf-8")
+        clip_bytes(96, 96, 107)
+        yield stand
+
+
+def test_a_render_on_a_server_with_media_and_a_workflow(server, engine):
+    graph = remote(source=["media", 1], mask=["media", 3], filename_prefix="far/clip")
+    graph["shown"] = node("PreviewImage", images=["remote", 0])
+    graph["again"] = node("SaveVideo", video=["remote", 2], filename_prefix="far/again", format="auto", codec="auto")
+    done = server.run(graph, extra_data={"extra_pnginfo": {"workflow": {"nodes": [7]}}})
+    assert done.status == "success", done.error
+    assert done.outputs["remote"]["h3_label"] == ["APPROXIMATE (vLLM-Omni quality lossless, remote, not verified here)"]
+    assert "video" in next(iter(engine.jobs.values())).asked
+    assert read_metadata(server.output / "far" / "clip_00001_.mp4")["workflow"] == '{"nodes": [7]}'
+    assert server.run(graph).cached == set(graph)
+    growing = remote(prompt="<Picture 1>", **{"images.image_0": ["media", 0]})
+    assert "is 96x96 as it is sent" in server.run(growing).error
+    assert "sk-secret" not in server.log
+
+
+def test_an_address_is_refused_at_the_queue_and_cancel_ends_the_job(server, engine):
+    refused = server.run(remote(server="http://10.0.0.1:30010"))
+    assert refused.status == "refused" and "chosen by its name, not by an address: add it to" in refused.error
+    engine.looks = 10**6
+    prompt_id, _ = server.queue(remote(seed=9))
+    while not engine.jobs:
+        time.sleep(0.05)
+    server.request("/interrupt", {})
+    assert [m[0] for m in server.wait(prompt_id, 20).messages][-1] == "execution_interrupted"
+    assert not engine.jobs, "vLLM-Omni ends a job when it is asked to"

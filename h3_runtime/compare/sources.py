@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import H3Error
+from ..fidelity import REMOTE
 from ..geometry import FPS
 from ..manifest import load_manifest
 from ..media import kept_path, kind_of, read_audio, read_kept_tag, stream_frames, to_uint8, track_facts
@@ -150,11 +151,15 @@ def side_of_frames(
     manifest: dict | None = None,
     notes: Sequence[str] = (),
 ) -> Side:
-    """Frames in memory: uint8 or float 0..1 [F, H, W, 3]; converted one by one, so that no second copy is held."""
+    """Frames in memory: uint8 or float 0..1 [F, H, W, 3]; converted one by one, so that no second copy is held. Those
+    whose label says that a server rendered them have gone through its encoder."""
+    coded = REMOTE in str((report or {}).get("label", ""))
     return Side(
         name=name,
         frames=lambda: (to_uint8(frame) for frame in frames),
         sound=None if sound is None else torch.as_tensor(sound).float(),
+        picture_codec="h264" if coded else None,
+        sound_codec="aac" if coded and sound is not None else None,
         num_frames=len(frames),
         report=report or {},
         manifest=manifest or {},

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import H3Error
-from ..fidelity import Fidelity, compose
+from ..fidelity import REMOTE, Fidelity, compose
 from ..geometry import FPS
 from ..media import check_output_path, copy_tracks, kept_path
 from ..media.files import publish
@@ -28,14 +28,14 @@ from ..unfinished import part_path
 from . import ENGINES
 from .base import DONE, FAILED, Engine, Told
 from .jobs import JobFolder, JobRecord, fingerprint
+from .packing import load_shipment, refuse
 from .returned import Expected, Returned, differences, look_at
 from .settings import Server
-from .shipment import Shipment, load_shipment, refuse
+from .shipment import Shipment
 from .wire import Client, Limits, Lost
 
 PATH = "remote/engine"
 TRIES = 3
-UNVERIFIED = "remote, not verified here"
 LIMITS = Limits()
 
 
@@ -85,7 +85,7 @@ class RemoteResult:
 def label_of_engine(engine: str, quality: str = "") -> Fidelity:
     """The label of a clip from this engine: its own quality, and that nobody here has verified it."""
     words = f"{ENGINES[engine].title} quality {quality}" if quality else ENGINES[engine].title
-    return compose([PATH], compute=f"{words}, {UNVERIFIED}")
+    return compose([PATH], compute=f"{words}, {REMOTE}")
 
 
 def render_remote(

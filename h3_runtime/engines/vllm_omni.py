@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ..errors import H3Error
 from .base import Engine, Submission, Told, check_partition, first_model, healthy, number_of
 from .shipment import Shipment, Thing, count_kinds, seconds_for
 from .wire import Client, job_path
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OLDEST = (0, 30, 0)
 RATIOS = {"21:9": 21 / 9, "16:9": 16 / 9, "4:3": 4 / 3, "1:1": 1.0, "3:4": 3 / 4, "9:16": 9 / 16}
