@@ -18,6 +18,7 @@ from .job import AVLatent
 from .media import fit_audio
 from .models.precision import exact_float32, is_finite
 from .models.video_vae import VideoVAE
+from .soundness import WARNING, FrameLevels
 
 
 class FrameSink(Protocol):
@@ -45,12 +46,13 @@ def decode_video(
     sink: FrameSink,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[str]:
-    """Decode into ``sink``; ``progress(done, total)`` per chunk. Returns sentences about ways that did not fit.
+    """Decode into ``sink``; ``progress(done, total)`` per chunk. Returns sentences about ways that did not fit, and
+    warnings about a picture that cannot be meant (soundness.py).
 
     Raises NonFiniteError for frames that are not finite, H3Error when the last way runs out of memory.
     """
     total = VideoVAE.decode_chunk_count(latent.video.shape[2])
-    done, notes = 0, []
+    done, notes, levels = 0, [], FrameLevels()
     for position, decoder in enumerate(decoders):
         try:
             for chunk in decoder.chunks(latent.video, done):
@@ -59,11 +61,12 @@ def decode_video(
                         f"chunk {done + 1} of {total} decoded to NaN or infinity: no video was saved; the latent is "
                         "finite, so check the video VAE file"
                     )
+                levels.add(chunk)
                 sink.write(chunk)
                 done += 1
                 if progress is not None:
                     progress(done, total)
-            return notes
+            return notes + [f"{WARNING}{sentence}" for sentence in levels.judge()]
         except torch.OutOfMemoryError as error:
             if position + 1 == len(decoders):
                 raise H3Error(

@@ -42,6 +42,7 @@ from .latents import PartialLatent, load_latent
 from .references import PlacedReference, describe_names, place_references, read_memory
 from .request import GuideRequest, Media, RenderRequest, SoundMask
 from .text.conditions import MadeCondition, load_condition, refuse_other
+from .text.presentation import lint_pace
 from .text.shown import Shown
 
 STRETCH_REPORTED = 0.02
@@ -118,7 +119,8 @@ def place(request: RenderRequest) -> Placement:
     placement = Placement(canvas, tuple(guides), placed_source, masks, state, (), references, condition)
     if condition is not None:
         refuse_other(condition, request.embeds.name, request.prompt, request.recipe, placement.shown)
-    return replace(placement, notes=(*notes, *describe_names(request.prompt, placement.shown)))
+    notes += describe_names(request.prompt, placement.shown) + lint_pace(request.prompt, canvas.seconds)
+    return replace(placement, notes=tuple(notes))
 
 
 def _shown_keyframes(guides: Sequence[Placed]) -> Iterator[Shown]:

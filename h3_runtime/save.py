@@ -31,6 +31,7 @@ from .media import KeptWriter, Mp4Writer, Tee, check_output_path, kept_path
 from .memory.probe import driver_version
 from .model import Models
 from .render import Progress, RenderResult, run_fingerprint
+from .soundness import WARNING, judge_latent
 from .unfinished import part_path
 
 
@@ -170,6 +171,7 @@ def _decode_to(
 ) -> Path:
     out, kept = files  # kept: where frames and sound before encoding go, or None
     report = progress or (lambda stage, done, total: None)
+    notes += [f"{WARNING}{sentence}" for sentence in judge_latent(latent)]
     try:
         sound, _ = decode_audio(models.audio_vae(), latent, canvas)
     except NonFiniteError as error:

@@ -42,11 +42,12 @@ class GraphJob:
 
 def make_job(positive: list, latent: dict, settings: Settings, model) -> GraphJob:
     """Check and translate everything. H3Error for what cannot be rendered; no weights are touched."""
-    from ..h3_runtime import Origin, RenderJob
+    from ..h3_runtime import Origin, RenderJob, lint_pace
 
     taken = take_latent(latent, settings.frames)
     condition = take_condition(positive, taken.canvas)
     notes = [*taken.canvas.notes, *taken.notes, *condition.notes, *condition.text.notes]
+    notes += lint_pace(condition.prompt, taken.canvas.seconds)
     settings, few_step, said = _accelerated(settings, model)
     notes += said
     source, state = _source_and_state(taken, settings, notes)

@@ -235,7 +235,7 @@ def times(result) -> str:
 
 def taken_for_decoding(latent: dict):
     """(TakenLatent with a clip, sentences about it, whether it is sound). H3Error for an empty one."""
-    from ..h3_runtime import H3Error, judge_latent
+    from ..h3_runtime import WARNING, H3Error, judge_latent
 
     taken = take_latent({**latent, "noise_mask": None})
     if taken.clip is None:
@@ -243,8 +243,24 @@ def taken_for_decoding(latent: dict):
     wrong = judge_latent(taken.clip)
     if taken.carried is not None and not taken.carried.finished:
         wrong.append(f"the run was stopped after step {taken.carried.stop}: what is decoded is still noisy")
-    notes = [f"WARNING: {sentence}" for sentence in wrong] + list(taken.notes)
+    notes = [f"{WARNING}{sentence}" for sentence in wrong] + list(taken.notes)
     return taken, notes, not wrong
+
+
+def judged(frames) -> list[str]:
+    """Warnings about frames [F, H, W, 3] that another program's VAE decoded: ours are judged while they are decoded."""
+    from ..h3_runtime import WARNING, FrameLevels
+
+    levels = FrameLevels()
+    levels.add(frames.movedim(-1, 0)[None])
+    return [f"{WARNING}{sentence}" for sentence in levels.judge()]
+
+
+def looks_sound(notes: list[str]) -> bool:
+    """Whether nothing in ``notes`` warns of a clip that cannot be one."""
+    from ..h3_runtime import WARNING
+
+    return not any(note.startswith(WARNING) for note in notes)
 
 
 def label_of(taken, parts):
@@ -285,13 +301,15 @@ class DecodeVideo(Node):
     @classmethod
     @host.runtime_mode
     def execute(cls, latent, video_vae):
-        taken, notes, sound = taken_for_decoding(latent)
+        taken, notes, _ = taken_for_decoding(latent)
         part = part_of(video_vae, "video_vae")
         if isinstance(part, PictureAsVae):
             teller = host.Teller(cls, 1, "decoding the picture")
-            frames = part.frames(taken.clip.video, teller.steps)
+            frames = part.frames(taken.clip.video, teller.steps, notes)
         else:
             frames = video_vae.decode(taken.clip.video)[0]
+            notes += judged(frames)
+        sound = looks_sound(notes)
         label = label_of(taken, [part])
         report = "\n".join(([label.title] if label else []) + notes)
         return cls.report(notes, frames, report, label=label, sound=sound)

@@ -16,7 +16,7 @@ from . import host
 from .av_latent import take_latent
 from .media import FPS, take_frames, take_sound, video_file
 from .references import numbered
-from .render import label_of, taken_for_decoding
+from .render import judged, label_of, looks_sound, taken_for_decoding
 from .sockets import CATEGORY, Node, io, video_of_file
 from .stand_ins import FrameList, PictureAsVae, part_of
 
@@ -199,7 +199,7 @@ class DecodeAndSave(Node):
             kept_path,
         )
 
-        taken, notes, sound_one = taken_for_decoding(latent)
+        taken, notes, _ = taken_for_decoding(latent)
         canvas, clip = taken.canvas, taken.clip
         result = None if taken.carried is None else taken.carried.result
         picture, ears = part_of(video_vae, "video_vae"), part_of(audio_vae, "audio_vae")
@@ -229,6 +229,7 @@ class DecodeAndSave(Node):
             else:
                 held = FrameList()
                 held.chunks = [video_vae.decode(clip.video)[0]]
+                notes += judged(held.frames())
                 sink.write(take_frames(held.frames(), "frames", notes))
             tags, _ = tags_for(cls, result, [picture, ears])  # the VAEs are loaded by now: they belong to it
             writer.set_metadata(tags)
@@ -236,7 +237,7 @@ class DecodeAndSave(Node):
             notes += keep_report(writer.path, result, [picture, ears], notes)
         forget(result)
         notes += [*writer.notes, f"saved {writer.path.name}: {canvas.num_frames} frames ({canvas.seconds:.3f} s)"]
-        return done(cls, writer.path, shown, notes, label_of(taken, [picture, ears]), sound_one)
+        return done(cls, writer.path, shown, notes, label_of(taken, [picture, ears]), looks_sound(notes))
 
 
 def keep_report(path: Path, result, parts, notes: list[str]) -> list[str]:

@@ -139,8 +139,9 @@ class PictureAsVae(_StandIn):
     def decode_tiled(self, latent: Tensor, **tiles) -> Tensor:
         return self.decode(latent)
 
-    def frames(self, latent: Tensor, progress=None) -> Tensor:
-        """The frames of a latent, [F, H, W, 3] in 0..1 on the CPU; ``progress(done, total)`` per chunk."""
+    def frames(self, latent: Tensor, progress=None, notes: list[str] | None = None) -> Tensor:
+        """The frames of a latent, [F, H, W, 3] in 0..1 on the CPU; ``progress(done, total)`` per chunk. Sentences about
+        the decode go to ``notes``, and to the log where a node of the host asks, which shows none."""
         from ..h3_runtime import AVLatent, H3Error, decode_video
 
         latent = _one(latent, 5, "the video VAE")
@@ -150,8 +151,11 @@ class PictureAsVae(_StandIn):
         sink = FrameList()
         self.prepare()
         clip = AVLatent(latent, torch.zeros(1, 32, 2, 1))
-        for note in decode_video(self.part.models.decoders(), clip, sink, progress):
-            host.log.info("H3 Runtime: %s", note)
+        said = decode_video(self.part.models.decoders(), clip, sink, progress)
+        if notes is not None:
+            notes += said
+        for note in said if notes is None else ():
+            host.log.warning("H3 Runtime: %s", note)
         return sink.frames()
 
 

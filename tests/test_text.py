@@ -21,7 +21,17 @@ from h3_runtime.demo.text_maker import CORPUS, WORLD, make_text_encoder
 from h3_runtime.errors import CheckpointError, H3Error
 from h3_runtime.text.config import TextEncoderConfig
 from h3_runtime.text.encoder import TextEncoder, import_qwen, open_weights
-from h3_runtime.text.presentation import Clip, Picture, Sound, TextPiece, lint_prompt, present, sample_clip, tokenize
+from h3_runtime.text.presentation import (
+    Clip,
+    Picture,
+    Sound,
+    TextPiece,
+    lint_pace,
+    lint_prompt,
+    present,
+    sample_clip,
+    tokenize,
+)
 from h3_runtime.text.tokenizer import COMFY_VOCABULARY, H3_TOKENS, IMAGE_PAD, QWEN_SPECIAL_TOKENS, VIDEO_PAD, Tokenizer
 from h3_runtime.text.vision import clip_size, picture_size, preprocess_clip, preprocess_picture
 
@@ -335,6 +345,24 @@ def test_dialogue_notes(prompt, expected):
     assert len(notes) == len(expected), notes
     for note, part in zip(notes, expected):
         assert part in note
+
+
+@pytest.mark.parametrize(
+    "prompt, seconds, expected",
+    [
+        ("He says <d>[English] one two three four five six seven eight.</d>", 2.0, None),
+        ("He says <d>[English] one two three four five six seven eight nine.</d>", 2.0, "9 words"),
+        ("<d>[English] don't stop - it's</d> and <d>[French] jusqu'à ici</d>", 1.0, "5 words"),
+        ("<d>[Chinese] 今天天气很好我们走吧</d>", 1.0, "10 characters"),
+        ("<d>[Chinese] 今天天气很好吗</d>", 1.0, None),
+        ("<d>[Japanese] Tokyo で会おう</d>", 0.5, "1 word and 4 characters: at the fastest"),
+        ("no dialogue, however many words are in it, counts for anything here at all", 0.2, None),
+    ],
+)
+def test_dialogue_that_cannot_be_spoken_in_time(prompt, seconds, expected):
+    notes = lint_pace(prompt, seconds)
+    assert len(notes) == (expected is not None)
+    assert expected is None or (expected in notes[0] and f"lasts {seconds:.1f} s" in notes[0]), notes
 
 
 # ---- pictures

@@ -201,6 +201,9 @@ def _picture_positions(first: int, grid: tuple[int, int]) -> torch.Tensor:
 
 
 DIALOGUE_TAG = re.compile(r"[<＜]\s*(?P<close>[/／]?)\s*d\s*[>＞]", re.IGNORECASE)
+SPEECH = re.compile(r"<d>(.*?)</d>", re.DOTALL)
+SYLLABIC = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]")  # kana, Han, Hangul
+WORDS_A_SECOND, SYLLABLES_A_SECOND = 4.0, 8.0  # as fast as people speak without running words together
 LANGUAGE_MARK = re.compile(r"\s*\[[^\[\]]*\w[^\[\]]*\]")
 
 
@@ -229,6 +232,25 @@ def lint_prompt(prompt: str) -> list[str]:
     if opened:
         notes.append(f"<d> at character {opened.start() + 1} is never closed: write </d> after the spoken words")
     return notes
+
+
+def lint_pace(prompt: str, seconds: float) -> list[str]:
+    """A note when the dialogue of a prompt is more than can be spoken in a clip of ``seconds``: such speech is rushed
+    or turns to babble. Counted are words, and characters where a script writes a syllable in each."""
+    words = syllables = 0
+    for spoken in SPEECH.findall(prompt):
+        spoken = LANGUAGE_MARK.sub("", spoken, count=1)
+        syllables += len(SYLLABIC.findall(spoken))
+        words += len(re.findall(r"\w+(?:['\u2019-]\w+)*", SYLLABIC.sub(" ", spoken)))
+    needed = words / WORDS_A_SECOND + syllables / SYLLABLES_A_SECOND
+    if needed <= seconds:
+        return []
+    kinds = ((words, "word"), (syllables, "character"))
+    counts = [f"{count} {what}{'s' if count > 1 else ''}" for count, what in kinds if count]
+    return [
+        f"the dialogue has {' and '.join(counts)}: at the fastest that takes about {needed:.1f} s and the clip lasts "
+        f"{seconds:.1f} s; shorten it, or render more frames"
+    ]
 
 
 def _lint_speech(speech: str, position: int) -> list[str]:
