@@ -103,6 +103,7 @@ _HOMES = {
     "plan_sizes": "graph",
     "pool_pixels": "job",
     "prompt_rows": "memory.rows",
+    "put_back": "media",
     "read_clip": "media",
     "refuse_other": "text.conditions",
     "render_remote": "engines.run",

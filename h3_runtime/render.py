@@ -69,6 +69,7 @@ class RenderResult:
     device: str = "cpu"
     dtype: str | None = None  # float32 when the weights were cast up, None as stored
     record: ConditionRecord | None = None  # what the text condition was made from
+    source_sound: torch.Tensor | None = None  # [2, L] of the source clip, where a mask keeps some of it
 
     @property
     def canvas(self) -> Canvas:
@@ -169,7 +170,14 @@ def render_request(
         device=str(models.device),
         dtype=models.cast_to,
         record=condition.record,
+        source_sound=source_sound(placement, job),
     )
+
+
+def source_sound(placement: Placement, job: RenderJob) -> torch.Tensor | None:
+    """The source clip's own sound [2, L], where it came as samples and a mask keeps some of it."""
+    keeps = job.masks is not None and job.masks.audio is not None and bool((job.masks.audio == 0).any())
+    return placement.source.audio if keeps and isinstance(placement.source, Placed) else None
 
 
 def choose_placement(request: RenderRequest, placed: Placement, models: Models) -> list[str]:

@@ -23,11 +23,9 @@ import psutil
 
 from .decode import Decoder, decode_audio, decode_video
 from .errors import H3Error, NonFiniteError
-from .geometry import Canvas
-from .job import AVLatent
 from .latents import PartialLatent, save_latent
 from .manifest import METADATA_KEY, dump, make_manifest
-from .media import KeptWriter, Mp4Writer, Tee, check_output_path, kept_path
+from .media import KeptWriter, Mp4Writer, Tee, check_output_path, kept_path, put_back
 from .memory.probe import driver_version
 from .model import Models
 from .render import Progress, RenderResult, run_fingerprint
@@ -105,6 +103,7 @@ def save_clip(
         sigma_video=job.schedule.video[done],
         sigma_audio=job.schedule.audio[done],
         task=job.task,
+        source_sound=result.source_sound is not None,
         run=run_fingerprint(job, result.infos["dit"], result.dtype),
     )
     notes: list[str] = list(result.notes)
@@ -125,7 +124,7 @@ def save_clip(
                 kept.unlink(missing_ok=True)
                 ways = models.decoders(result.request.tile_batch)
                 files = out, kept if keep_frames else None
-                video = _decode_to(files, result.canvas, result.latent, models, tags, told, notes, ways)
+                video = _decode_to(files, result, models, tags, told, notes, ways)
                 if keep_frames and video != out:
                     kept.replace(kept_path(video))
                 decoders = {
@@ -154,15 +153,15 @@ def decode_latent(
 ) -> tuple[Path, tuple[str, ...]]:
     """Decode a saved finished latent to ``out``; returns the path and sentences."""
     notes: list[str] = []
-    return _decode_to((check_output(out), None), saved.canvas, saved.latent, models, None, progress, notes), tuple(
-        notes
-    )
+    if saved.info.get("source_sound"):
+        notes.append("the kept sound is decoded from the latent: only its own render can put the source's samples back")
+    video = _decode_to((check_output(out), None), saved, models, None, progress, notes)
+    return video, tuple(notes)
 
 
 def _decode_to(
     files: tuple[Path, Path | None],
-    canvas: Canvas,
-    latent: AVLatent,
+    made: RenderResult | PartialLatent,
     models: Models,
     tags: dict[str, str] | None,
     progress: Progress | None,
@@ -170,10 +169,14 @@ def _decode_to(
     ways: list[Decoder] | None = None,
 ) -> Path:
     out, kept = files  # kept: where frames and sound before encoding go, or None
+    canvas, latent = made.canvas, made.latent
     report = progress or (lambda stage, done, total: None)
     notes += [f"{WARNING}{sentence}" for sentence in judge_latent(latent)]
     try:
         sound, _ = decode_audio(models.audio_vae(), latent, canvas)
+        if isinstance(made, RenderResult) and made.source_sound is not None:
+            sound, note = put_back(sound, made.source_sound, made.job.masks.audio == 0)
+            notes.append(note)
     except NonFiniteError as error:
         notes.append(f"the sound could not be decoded and the video was saved without it: {error}")
         sound = None

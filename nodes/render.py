@@ -10,7 +10,7 @@ from . import host
 from .av_latent import give_latent, take_latent
 from .jobs import Settings, make_job
 from .load import host_model_refused, require_model
-from .media import give_audio
+from .media import give_audio, take_sound
 from .sockets import CATEGORY, LOADER, H3Acceleration, H3Model, Node, io, wrong_type
 from .stand_ins import PictureAsVae, SoundAsVae, load_part, part_of
 
@@ -247,6 +247,29 @@ def taken_for_decoding(latent: dict):
     return taken, notes, not wrong
 
 
+def original_input():
+    return io.Audio.Input(
+        "original",
+        optional=True,
+        tooltip="The sound that was encoded: where a mask kept it, its own samples stand in place of a decoded copy.",
+    )
+
+
+def with_original(wave, original, taken, notes: list[str]):
+    """The sound [2, L] with the samples of the AUDIO ``original`` where the render's mask kept them."""
+    from ..h3_runtime import put_back
+
+    if original is None:
+        return wave
+    result = None if taken.carried is None else taken.carried.result
+    masks = None if result is None else result.job.masks
+    note = None
+    if masks is not None and masks.audio is not None:
+        wave, note = put_back(wave, take_sound(original, "original", notes), masks.audio == 0)
+    notes.append(note or "the original sound has no effect: the latent is of no render that kept any of it")
+    return wave
+
+
 def judged(frames) -> list[str]:
     """Warnings about frames [F, H, W, 3] that another program's VAE decoded: ours are judged while they are decoded."""
     from ..h3_runtime import WARNING, FrameLevels
@@ -329,6 +352,7 @@ class DecodeSound(Node):
             inputs=[
                 io.Latent.Input("latent", tooltip="The sampler's latent."),
                 io.Vae.Input("audio_vae", tooltip="The audio VAE."),
+                original_input(),
             ],
             outputs=[io.Audio.Output("audio", display_name="audio")],
             hidden=[io.Hidden.unique_id],
@@ -336,7 +360,7 @@ class DecodeSound(Node):
 
     @classmethod
     @host.runtime_mode
-    def execute(cls, latent, audio_vae):
+    def execute(cls, latent, audio_vae, original=None):
         from ..h3_runtime import decode_audio, fit_audio
 
         taken, notes, sound = taken_for_decoding(latent)
@@ -347,6 +371,7 @@ class DecodeSound(Node):
             decoded = audio_vae.decode(taken.clip.audio).movedim(-1, 1)[0].float().cpu()
             wave, note = fit_audio(decoded, taken.canvas.audio_samples)
         notes += [note] if note else []
+        wave = with_original(wave, original, taken, notes)
         return cls.report(notes, give_audio(wave), label=label_of(taken, [part]), sound=sound)
 
 

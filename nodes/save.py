@@ -16,7 +16,7 @@ from . import host
 from .av_latent import take_latent
 from .media import FPS, take_frames, take_sound, video_file
 from .references import numbered
-from .render import judged, label_of, looks_sound, taken_for_decoding
+from .render import judged, label_of, looks_sound, original_input, taken_for_decoding, with_original
 from .sockets import CATEGORY, Node, io, video_of_file
 from .stand_ins import FrameList, PictureAsVae, part_of
 
@@ -178,6 +178,7 @@ class DecodeAndSave(Node):
                 crf_input(),
                 lossless_input(),
                 keep_frames_input(),
+                original_input(),
             ],
             outputs=file_outputs(),
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
@@ -212,6 +213,8 @@ class DecodeAndSave(Node):
                 wave, _ = fit_audio(audio_vae.decode(clip.audio).movedim(-1, 1)[0].float().cpu(), canvas.audio_samples)
         except NonFiniteError as error:
             notes.append(f"WARNING: the sound could not be decoded and the video was saved without it: {error}")
+        if wave is not None:
+            wave = with_original(wave, options.get("original"), taken, notes)
         encoding = Encoding(crf=options.get("crf", 16), lossless=options.get("lossless", False))
         keep = options.get("keep_frames", False)
         with contextlib.ExitStack() as files:

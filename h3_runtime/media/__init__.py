@@ -19,7 +19,7 @@ from .files import TrackFacts, check_fps, check_output_path, kind_of, read_metad
 from .join import copy_tracks
 from .kept import KeptWriter, Tee, describe_sound, kept_path, read_kept_tag
 from .pictures import crop_then_resize, read_image, resize_cover, resize_stretch, to_uint8, write_image
-from .sound import decode_sound, fit_audio, read_audio, resample_sound, sound_seconds
+from .sound import decode_sound, fit_audio, put_back, read_audio, resample_sound, sound_seconds
 from .write import Encoding, Mp4Writer
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "fit_audio",
     "kept_path",
     "kind_of",
+    "put_back",
     "read_audio",
     "read_clip",
     "read_image",

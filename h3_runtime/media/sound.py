@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import H3Error
-from ..geometry import AUDIO_CHANNELS, SAMPLE_RATE
+from ..geometry import AUDIO_CHANNELS, AUDIO_HOP, SAMPLE_RATE
 from .files import open_media, video_stream
 
 SINC_ZEROS = 6
@@ -26,6 +26,7 @@ SINC_ROLLOFF = 0.99
 TAPS_AT_ONCE = 1 << 20
 SEEK_AFTER = 10  # seconds; decoding so much is cheap
 TOLD_SHIFT = 0.05  # seconds; less is how containers round
+JOINT = SAMPLE_RATE // 200  # samples, 5 ms: from the original to the sound that was made anew, without a click
 SEEK_PREROLL = 1  # seconds decoded and thrown away after a jump, so that the coder has settled
 
 
@@ -81,6 +82,33 @@ def fit_audio(audio: torch.Tensor, samples: int) -> tuple[torch.Tensor, str | No
         return audio[:, :samples], f"{what} cut to {samples}: {extra} samples ({extra / SAMPLE_RATE:.3f} s) dropped"
     silence = f"{-extra} samples ({-extra / SAMPLE_RATE:.3f} s) of silence added"
     return F.pad(audio, (0, -extra)), f"{what} padded to {samples}: {silence}"
+
+
+def put_back(decoded: torch.Tensor, original: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, str | None]:
+    """``decoded`` [2, L] with the samples of ``original`` [2, >= 0] where ``kept`` [2, A] (1/40 s each) is true, and a
+    sentence about it (None: nothing was kept).
+
+    Inside what was kept every sample is the original's; beside it the original fades out over 5 ms.
+    """
+    share = kept.repeat_interleave(AUDIO_HOP, dim=1)[:, : decoded.shape[1]].float()
+    if not bool(share.any()):
+        return decoded, None
+    fade = torch.linspace(1, 0, JOINT + 2)[1:-1]
+    for ear in range(AUDIO_CHANNELS):
+        steps = kept[ear].int().diff()
+        ends, begins = ((steps == step).nonzero().flatten() for step in (-1, 1))
+        for end in ((ends + 1) * AUDIO_HOP).tolist():
+            after = share[ear, end : end + JOINT]
+            torch.maximum(after, fade[: len(after)], out=after)
+        for begin in ((begins + 1) * AUDIO_HOP).tolist():
+            before = share[ear, begin - JOINT : begin]
+            torch.maximum(before, fade.flip(0)[: len(before)], out=before)
+    original, _ = fit_audio(original, decoded.shape[1])
+    seconds = kept.any(dim=0).sum().item() * AUDIO_HOP / SAMPLE_RATE
+    whole = "all of it" if bool(kept.all()) else f"{seconds:.3f} s of it"
+    return torch.where(share == 1, original, torch.lerp(decoded, original, share)), (
+        f"where the sound was kept ({whole}) the source's own samples stand, not a decoded copy"
+    )
 
 
 def resample_sound(sound: torch.Tensor, rate: int, new_rate: int = SAMPLE_RATE) -> torch.Tensor:
