@@ -25,8 +25,10 @@ else:
         """Lists the nodes of this package; the host asks once at start."""
 
         async def on_load(self) -> None:
+            from .nodes.host import follow_flags
             from .nodes.routes import add_routes
 
+            follow_flags()
             add_routes()
 
         async def get_node_list(self) -> list:

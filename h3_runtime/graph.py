@@ -34,7 +34,7 @@ from .memory.probe import Card, Host, probe_card, probe_cpu, probe_host
 from .memory.rows import RenderSizes
 from .memory.spent import Spent
 from .memory.weights import ModelWeights, dit_of, parts_of, with_loras
-from .model import RESIDENT, Loading, Models
+from .model import RESIDENT, Loading, Models, check_device
 from .pressure import sample_under_pressure
 from .recovery import RecoveryFolder
 from .references import Encoder
@@ -134,7 +134,8 @@ class Part:
         return part
 
     def place(self, device: str | torch.device) -> None:
-        """Where the part computes, from its next load on."""
+        """Where the part computes, from its next load on. H3Error, before anything is read, where it cannot."""
+        check_device(device)
         if torch.device(device) != self.device:
             self.release()
             self._models.device = device

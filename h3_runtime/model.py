@@ -41,6 +41,17 @@ from .text.conditions import ConditionCache
 from .text.encoder import EncoderWeights, TextEncoder, open_weights
 
 RESIDENT = Placement(adaln="resident")
+DEVICES = ("cuda", "cpu")  # cuda: AMD's ROCm as well, on which nothing was tried
+
+
+def check_device(device: str | torch.device) -> None:
+    """H3Error for a kind of device that this runtime does not compute on, before anything is read for it."""
+    kind = torch.device(device).type
+    if kind not in DEVICES:
+        raise H3Error(
+            f"this runtime computes on {' and '.join(DEVICES)}, not on {kind}: choose one of them (ComfyUI: start it "
+            "with --cpu)"
+        )
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,11 @@ def choose_device(asked: str | None):
     """The device to compute on: as asked, else CUDA where there is one. H3Error where it cannot be used."""
     import torch
 
+    from .model import DEVICES
+
     name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        if name.split(":")[0] not in ("cuda", "cpu"):
+        if name.split(":")[0] not in DEVICES:
             raise RuntimeError("the runtime computes on these two only")
         torch.zeros(1, device=name)
         return torch.device(name)

@@ -329,6 +329,20 @@ def is_running() -> bool:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
+def follow_flags() -> None:
+    """The host's own flags hold for us too: memory that must not be page-locked, VRAM that is left to others. What the
+    user set for the runtime itself goes first."""
+    try:
+        from comfy.cli_args import args
+
+        if getattr(args, "disable_pinned_memory", False) or getattr(args, "disable_async_offload", False):
+            os.environ.setdefault("H3_NO_PIN", "1")
+        if getattr(args, "reserve_vram", None):
+            os.environ.setdefault("H3_RESERVE_VRAM", str(args.reserve_vram))
+    except Exception as error:
+        _once("its flags", error)
+
+
 def compute_device() -> torch.device:
     """The device the host computes on (--cpu included)."""
     return torch.device(management.get_torch_device())

@@ -595,3 +595,45 @@ def test_adding_a_guide_leaves_the_given_conditioning_as_it_is(pack, parts):
     positive = prompt_of(pack, parts)
     guided(pack, parts, positive, 3)
     assert "minimax_keyframes" not in positive[0][1], "the input is not changed"
+
+
+def test_the_original_sound_stands_where_a_mask_kept_it(pack, parts):
+    vaes = {"video_vae": parts.video_vae, "audio_vae": parts.audio_vae}
+    encoded, *_ = pack.run("H3RuntimeEncodeClip", **vaes, images=parts.frames, audio=parts.sound)
+    masked, *_ = pack.run("H3RuntimeNoiseMasks", latent=encoded, picture="all", sound="keep")
+    latent, _ = pack.run("H3RuntimeSampler", model=parts.model, positive=prompt_of(pack, parts), latent=masked, steps=1)
+    given = {"latent": latent, "audio_vae": parts.audio_vae}
+    (copy,) = pack.run("H3RuntimeDecodeSound", **given)
+    (own,) = pack.run("H3RuntimeDecodeSound", **given, original=parts.sound)
+    length = own["waveform"].shape[-1]
+    assert torch.equal(own["waveform"], parts.sound["waveform"][..., :length])
+    assert (copy["waveform"] - own["waveform"]).abs().max() > 1e-3
+    _, report = pack.run("H3RuntimeDecodeAndSave", **vaes, latent=latent, original=parts.sound)
+    assert "(all of it) the source's own samples stand" in report
+    _, report = pack.run("H3RuntimeDecodeAndSave", **vaes, latent=encoded, original=parts.sound)
+    assert "the original sound has no effect" in report
+
+
+def test_a_flat_picture_of_a_hosts_vae_is_told(pack, parts):
+    flat = SimpleNamespace(decode=lambda latent: torch.full((1, 22, 64, 96, 3), 0.5))
+    _, report = pack.run("H3RuntimeDecodeVideo", latent={"samples": Nested(*streams())}, video_vae=flat)
+    assert "WARNING: every frame of the picture is one flat colour" in report
+
+
+def test_the_hosts_flags_about_memory_hold_for_us(pack, monkeypatch):
+    import os
+
+    from comfy.cli_args import args
+
+    for name in ("H3_NO_PIN", "H3_RESERVE_VRAM"):
+        monkeypatch.setenv(name, "x")  # put back at the end whatever is set below
+        monkeypatch.delenv(name)
+    pack.host.follow_flags()
+    assert "H3_NO_PIN" not in os.environ and "H3_RESERVE_VRAM" not in os.environ
+    monkeypatch.setattr(args, "disable_pinned_memory", True, raising=False)
+    monkeypatch.setattr(args, "reserve_vram", 1.5, raising=False)
+    pack.host.follow_flags()
+    assert os.environ["H3_NO_PIN"] == "1" and os.environ["H3_RESERVE_VRAM"] == "1.5"
+    monkeypatch.setenv("H3_NO_PIN", "0")
+    pack.host.follow_flags()
+    assert os.environ["H3_NO_PIN"] == "0", "what the user set for the runtime goes first"

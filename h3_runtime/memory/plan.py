@@ -201,7 +201,7 @@ def _way(load: DiTLoad, work: Moment, place: tuple[str, int, int, str], machine:
     slots = ahead + 1
     store = sum(streamed) if rung == "ram" else slots * max(streamed, default=0)
     adaln_store = len(blocks) * weights.adaln if adaln == "ram" else slots * weights.adaln
-    pinned = rung != "ram" or store + (adaln_store if adaln == "ram" else 0) <= host.pinnable
+    pinned = host.pinnable > 0 and (rung != "ram" or store + (adaln_store if adaln == "ram" else 0) <= host.pinnable)
     if card.is_host:
         store = adaln_store = 0  # slots are the ring itself
     again = 0 if load.counts.before_loop else weights.adaln
@@ -613,7 +613,8 @@ def _notes(denoise: _Denoise, sizes: RenderSizes, card: Card, host: Host) -> lis
             f"AdaLN projections are read once: {once / 1e9:.1f} GB, {once / host.disk_rate:.0f} s from this disk"
         )
     if not denoise.placement.pin:
-        notes.append("streamed weights are not page-locked: more than this system pins safely, so copies are slower")
+        why = "more than this system pins safely" if host.pinnable else "as asked"
+        notes.append(f"streamed weights are not page-locked: {why}, so copies are slower")
     if not card.measured or not host.disk_measured:
         guessed = [name for name, known in (("card", card.measured), ("disk", host.disk_measured)) if not known]
         notes.append(f"rates of the {' and '.join(guessed)} are assumed, not measured: times are rough")

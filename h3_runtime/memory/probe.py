@@ -53,6 +53,9 @@ TRANSFORM_ROWS = 1536  # of a square weight
 # ---- host memory
 
 
+NO_PIN, RESERVE_VRAM = "H3_NO_PIN", "H3_RESERVE_VRAM"
+
+
 @dataclass(frozen=True)
 class Host:
     """Host memory in bytes. ``available``: what may be taken now; ``limit`` names what sets it. ``pinnable``: how much
@@ -115,7 +118,26 @@ def probe_host(
     return Host(total, available, _pinnable(total, available, system), limit)
 
 
+def may_pin() -> bool:
+    """Whether host memory may be page-locked: not where H3_NO_PIN is set, by the user or by the host's own flags."""
+    return os.environ.get(NO_PIN, "0") in ("", "0")
+
+
+def reserved_vram() -> int:
+    """Bytes of the card that are left to others: H3_RESERVE_VRAM, in GiB. H3Error for what is no number."""
+    told = os.environ.get(RESERVE_VRAM) or "0"
+    try:
+        gib = float(told)
+    except ValueError:
+        gib = -1.0
+    if not 0 <= gib <= 1 << 20:
+        raise H3Error(f"{RESERVE_VRAM} is {told!r}: give gibibytes, 0 or more")
+    return int(gib * GIB)
+
+
 def _pinnable(total: int, available: int, system: str) -> int:
+    if not may_pin():
+        return 0
     return min(available, int(total * WINDOWS_PIN_SHARE)) if system == "win32" else available
 
 
@@ -271,6 +293,7 @@ def probe_card(device: str | torch.device = "cuda", cuda=torch.cuda, cache: Path
     if not cuda.is_available():
         return None
     free, total = cuda.mem_get_info(device)
+    free = max(0, free - reserved_vram())
     name = cuda.get_device_properties(device).name
     key = f"{name} | driver {driver_version(cuda)} | torch {torch.__version__}"
     rates = Rates(cache).get(key, RATES, lambda: _measure_card(device, cuda, free))
@@ -319,6 +342,8 @@ def _measure_card(device: str | torch.device, cuda, free: int) -> dict[str, floa
 
 
 def _pinned(buffer: torch.Tensor) -> torch.Tensor:
+    if not may_pin():
+        return buffer
     try:
         return buffer.pin_memory()
     except RuntimeError:  # the system refuses to pin: renders copy from pageable memory then, and so is measured

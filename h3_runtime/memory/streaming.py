@@ -14,6 +14,7 @@ owns its slots: a layer's tensors are views into the slot it stands in. Layers t
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +28,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..models.attention import CANONICAL, ChunkSizes
+from .probe import may_pin
 
+LOG = logging.getLogger("h3_runtime.memory")
 ALIGNMENT = 256  # bytes; every tensor of a slot starts on such a boundary
 
 
@@ -82,6 +85,17 @@ class LayerStore(Protocol):
         """Fill ``out`` uint8 [>= layout.nbytes] on the host with the layer's bytes."""
 
 
+def host_buffer(nbytes: int, pin: bool) -> Tensor:
+    """uint8 [nbytes] in host memory, page-locked where that is asked, allowed and possible: a system that refuses to
+    lock more pages costs speed, never the render."""
+    if pin and may_pin():
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            LOG.warning("host memory could not be page-locked (%s): copies are slower", str(error).partition("\n")[0])
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
 class RamStore:
     """All layers in host memory, one flat buffer each, pinned where that is asked and possible."""
 
@@ -89,7 +103,7 @@ class RamStore:
         self.layouts = list(layouts)
         self.flats = []
         for layer, layout in enumerate(self.layouts):
-            flat = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=pin)
+            flat = host_buffer(layout.nbytes, pin)
             fill(layer, layout.views(flat))
             self.flats.append(flat)
 
@@ -273,7 +287,7 @@ class CudaMover:
         self.pending: list[Future] = []
         if not hasattr(store, "host"):
             self.reader = ThreadPoolExecutor(1, thread_name_prefix="h3-layer-reader")
-            self.staging = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for _ in range(slots)]
+            self.staging = [host_buffer(size, pin) for _ in range(slots)]
             self.staged: list[torch.cuda.Event | None] = [None] * slots
 
     def copy(self, layer: int, slot: int, after: torch.cuda.Event | None) -> Any:
