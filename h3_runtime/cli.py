@@ -274,8 +274,14 @@ def run_render(arguments, say: Say) -> tuple[Results, int]:
     models = _models(arguments, request.dtype, loading_of(arguments, request))
     recovery = None if arguments.no_recovery else RecoveryFolder(arguments.recovery)
     resume = True if arguments.resume else False if arguments.fresh else None
+    told: list[str] = []
+
+    def tell(sentence: str) -> None:
+        told.append(sentence)
+        say(f"note: {sentence}")
+
     try:
-        result = render_request(request, models, say.progress, recovery=recovery, resume=resume, tell=say, said=said)
+        result = render_request(request, models, say.progress, recovery=recovery, resume=resume, tell=tell, said=said)
     except KeyboardInterrupt:
         cure = "" if recovery is None else "; the same command goes on after the last forward"
         raise KeyboardInterrupt(f"stopped: nothing half-written was left{cure}") from None
@@ -283,7 +289,8 @@ def run_render(arguments, say: Say) -> tuple[Results, int]:
         result, models, out, not arguments.no_metadata, arguments.keep_latent, say.progress, arguments.keep_frames
     )
     for note in saved.notes:
-        say(f"note: {note}")
+        if note not in told:  # the plan and what was changed stand above the progress already
+            say(f"note: {note}")
     say(f"label: {result.fidelity.title}")
     for cause in result.fidelity.causes:
         say(f"  {cause.label}: {cause.reason}")

@@ -100,8 +100,8 @@ def render_request(
     ``said`` are sentences about how the request was made, for its notes.
 
     With ``recovery`` the state is saved after every forward, and what an earlier process left of exactly this job is
-    taken up; ``resume`` True also says when there is nothing, False starts over. ``tell`` is given at once what was
-    found.
+    taken up; ``resume`` True also says when there is nothing, False starts over. ``tell`` is given at once what is
+    known before the work: what was changed, the plan, and what was found.
     """
     spent = Spent(models.device)
     report = progress or (lambda stage, done, total: None)
@@ -111,6 +111,7 @@ def render_request(
         task = placement.task
         notes = [*said, *placement.notes, *check_request(request, placement, models, task)]
         notes += choose_placement(request, placement, models)
+        _tell_each(tell, notes)
     latents = models.caches.latents
     kept, missed = latents.hits, latents.misses
     with spent.stage("encode"):
@@ -125,8 +126,7 @@ def render_request(
     notes += check_state(job, placement, models)
     with spent.stage("denoise"):
         run, found = find_run(recovery, request, job, models, resume)
-        for sentence in found:
-            tell(sentence)
+        _tell_each(tell, found)
         notes += found
         sampled, place_used, stepped = sample_under_pressure(
             partial(models.place_dit, task),
@@ -210,7 +210,8 @@ def few_step_notes(request: RenderRequest, models: Models) -> list[str]:
     if plan is not None:
         return plan.warnings(models.infos["dit"].partition, steps, request.video_shift, request.audio_shift)
     if steps < FEW_FORWARDS and request.stop is None and request.start == 0 and request.denoise == 1:
-        return [f"{steps} forwards without a few-step LoRA: the model was released for {DEFAULT_FORWARDS}"]
+        count = f"{steps} forward{'s' if steps > 1 else ''}"
+        return [f"{count} without a few-step LoRA: the model was released for {DEFAULT_FORWARDS}"]
     return []
 
 
@@ -583,6 +584,11 @@ def beyond_of(
     if (trained.width, trained.height) != (canvas.width, canvas.height):
         beyond.append(f"size {canvas.width}x{canvas.height}")
     return beyond
+
+
+def _tell_each(tell: Callable[[str], None], sentences: Iterable[str]) -> None:
+    for sentence in sentences:
+        tell(sentence)
 
 
 def environment(device: str) -> dict[str, str]:

@@ -149,6 +149,17 @@ def test_guides_of_every_kind_in_one_render(capsys, model, tmp_path):
     assert plain["latent"] != rows["latent"]
 
 
+def test_what_is_changed_is_told_before_the_work_and_once(capsys, model, tmp_path):
+    write_image(tmp_path / "first.png", disc((200, 0, 0), 0.3))
+    frame = ["--first-frame", tmp_path / "first.png"]
+    status, _, words = render(capsys, model, tmp_path / "a.mp4", "--size", "64x64", "--frames", "6", *frame)
+    assert status == 0, words
+    for sentence in ("frames raised from 6 to 22", "22 frames is outside the trained range", "first.png ("):
+        assert words.count(f"note: {sentence}") == 1 and words.index(sentence) < words.index("encode 1/1"), words
+    report = json.loads((tmp_path / "a.report.json").read_text())
+    assert any("raised from 6 to 22" in note for note in report["notes"]), "the report holds all of them"
+
+
 def test_masks_keep_the_source(capsys, model, tmp_path):
     small(capsys, model, tmp_path / "source.mp4", "--keep-latent")
     source = tmp_path / "source.latent.safetensors"
@@ -347,7 +358,7 @@ def test_the_same_job_is_taken_up_unless_it_shall_start_over(capsys, model, tmp_
     kept = lost.read_bytes()
 
     rows, words = small(capsys, model, tmp_path / "b.mp4", *states)
-    assert rows["dit_calls"] == 0 and words.count("taken up after forward 2 of 2") == 2  # at once, and in the notes
+    assert rows["dit_calls"] == 0 and words.count("note: taken up after forward 2 of 2") == 1
     assert (tmp_path / "b.mp4").read_bytes() == (tmp_path / "a.mp4").read_bytes()
     lost.write_bytes(kept)
     rows, words = small(capsys, model, tmp_path / "b.mp4", *states, "--fresh")
