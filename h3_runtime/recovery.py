@@ -4,7 +4,12 @@
                         video, audio            both streams, float32
                         accelerator/NAME/KEY    what each accelerator's state() gave
                         metadata                forwards done, finished, size, fingerprint, label
+                     FOLDER/<fingerprint>.NAME@J.h3-held.safetensors   what one kept at forward J, written once
     same job again ─▶ found by its fingerprint ─▶ forwards k ..
+
+Accelerators keep hidden states: at the release's sizes 0.4 GiB for each computed forward (1344x768, 124 frames), three
+of them in forecasting's window. Written anew after every forward that would be 55 GB a render; so what they name
+``key@J`` is written when it is new and only named from then on, by its file and SHA-256.
 
 The fingerprint covers everything that decides the output, so a state can only ever be taken up by the run it belongs
 to. The folder is bounded: the oldest states leave when it grows past its limits, never the one just written. A
@@ -13,26 +18,34 @@ finished latent stays until its clip is saved.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors.torch import save
 from torch import Tensor
 
 from .accelerators import Accelerator
+from .accelerators.base import AT_FORWARD
 from .checkpoint.kept import cache_folder
 from .checkpoint.reader import SafetensorsFile
 from .errors import CheckpointError, H3Error
 from .geometry import Canvas
 from .job import AVLatent
 from .latents import PartialLatent, load_latent, save_latent
+from .unfinished import part_path
 
 MAX_STATES = 16
 MAX_BYTES = 8 << 30
 SUFFIX = ".h3-state.safetensors"
+HELD_SUFFIX = ".h3-held.safetensors"
 PREFIX = "accelerator/"
+ORPHANED = 3600  # seconds after which a held file without its state is nobody's
 
 
 def default_folder() -> Path:
@@ -77,8 +90,19 @@ class RecoveryFolder:
         for path in self.folder.glob("*" + SUFFIX) if self.folder.is_dir() else ():
             with suppress(OSError):
                 status = path.stat()
-                aged.append((status.st_mtime, path, status.st_size))
+                held = sum(other.stat().st_size for other in self.held_by(path))
+                aged.append((status.st_mtime, path, status.st_size + held))
         return sorted(aged, reverse=True)
+
+    def held_by(self, state: Path) -> list[Path]:
+        """The files that belong to a state."""
+        return sorted(self.folder.glob(f"{state.name.removesuffix(SUFFIX)}.*{HELD_SUFFIX}"))
+
+    def remove(self, state: Path) -> None:
+        """Let a state go, with what belongs to it. What another program has open stays; it is trimmed in time."""
+        for path in (state, *self.held_by(state)):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def read(self) -> list[tuple[Path, PartialLatent]]:
         """All states that can be read, newest first; a damaged file is skipped (it is an older run's)."""
@@ -92,11 +116,16 @@ class RecoveryFolder:
 
     def trim(self, keep: Path) -> None:
         """Let the oldest states go until the folder is within its limits; ``keep`` stays."""
-        total, others = keep.stat().st_size, [entry for entry in self._aged() if entry[1] != keep]
+        aged = self._aged()
+        total, others = sum(size for _, path, size in aged if path == keep), [e for e in aged if e[1] != keep]
         for count, (_, path, size) in enumerate(others, start=2):
             total += size
             if count > self.max_states or total > self.max_bytes:
-                with suppress(OSError):  # open in another program
+                self.remove(path)
+        known = {path.name.removesuffix(SUFFIX) for _, path, _ in aged}
+        for path in self.folder.glob("*" + HELD_SUFFIX):
+            with suppress(OSError):
+                if path.name.partition(".")[0] not in known and path.stat().st_mtime < time.time() - ORPHANED:
                     path.unlink(missing_ok=True)
 
 
@@ -106,16 +135,21 @@ class RunRecovery:
     def __init__(self, folder: RecoveryFolder, fingerprint: str, canvas: Canvas, info: dict):
         self.folder, self.fingerprint, self.canvas, self.info = folder, fingerprint, canvas, info
         self.path = folder.path(fingerprint)
+        self.written: dict[str, str] = {}  # held file -> its SHA-256
 
     def save(self, done: int, finished: bool, latent: AVLatent, accelerators: Sequence[Accelerator] = ()) -> None:
         """Replace the run's state by this one, atomically. H3Error when the disk refuses."""
-        tensors = {
-            f"{PREFIX}{accelerator.name}/{key}": tensor
-            for accelerator in accelerators
-            for key, tensor in accelerator.state().items()
-        }
+        tensors, held = {}, {}
+        for accelerator in accelerators:
+            for key, tensor in accelerator.state().items():
+                forward = key.partition(AT_FORWARD)[2]
+                file = self._held_file(accelerator.name, forward)
+                (held.setdefault(file, {}) if forward else tensors)[f"{PREFIX}{accelerator.name}/{key}"] = tensor
         try:
             self.folder.folder.mkdir(parents=True, exist_ok=True)
+            for file in held.keys() - self.written.keys():
+                self.written[file] = self._write(file, held[file])
+            self.written = {file: self.written[file] for file in sorted(held)}
             save_latent(
                 self.path,
                 self.canvas,
@@ -124,8 +158,13 @@ class RunRecovery:
                 stop=done,
                 finished=finished,
                 fingerprint=self.fingerprint,
+                held=self.written,
                 **self.info,
             )
+            for path in self.folder.held_by(self.path):  # the state above names them no more
+                if path.name not in self.written:
+                    with suppress(OSError):
+                        path.unlink(missing_ok=True)
             self.folder.trim(self.path)
         except (OSError, H3Error) as error:
             raise H3Error(
@@ -133,8 +172,23 @@ class RunRecovery:
                 "another folder, or switch recovery off"
             ) from error
 
+    def _held_file(self, accelerator: str, forward: str) -> str:
+        return f"{self.fingerprint[:32]}.{accelerator}{AT_FORWARD}{forward}{HELD_SUFFIX}"
+
+    def _write(self, file: str, tensors: dict[str, Tensor]) -> str:
+        """A held file in one step; returns its SHA-256."""
+        path = self.folder.folder / file
+        part = part_path(path)
+        try:
+            data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+            part.write_bytes(data)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+        return hashlib.sha256(data).hexdigest()
+
     def load(self) -> RunState | None:
-        """The saved state of exactly this run, or None. A damaged file counts as none."""
+        """The saved state of exactly this run, or None. A damaged file, or one that it names, counts as none."""
         if not self.path.is_file():
             return None
         try:
@@ -144,17 +198,28 @@ class RunRecovery:
             return None
         if saved.info.get("fingerprint") != self.fingerprint:
             return None
+        held, files = saved.info.get("held", {}), [file]
+        try:
+            for name, digest in held.items():
+                path = self.folder.folder / name
+                if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+                    return None
+                files.append(SafetensorsFile(path))
+        except (OSError, H3Error):
+            return None
+        self.written = dict(held)
         states: dict[str, dict[str, Tensor]] = {}
-        for name in file.shapes:
-            if name.startswith(PREFIX):
-                accelerator, _, key = name[len(PREFIX) :].partition("/")
-                states.setdefault(accelerator, {})[key] = file.read(name)
+        for source in files:
+            for name in source.shapes:
+                if name.startswith(PREFIX):
+                    accelerator, _, key = name[len(PREFIX) :].partition("/")
+                    states.setdefault(accelerator, {})[key] = source.read(name)
         return RunState(saved.info["stop"], saved.finished, saved.latent, states)
 
     def discard(self) -> None:
-        """The clip is saved: its state may go. One that another program has open stays; it is trimmed in time."""
-        with suppress(OSError):
-            self.path.unlink(missing_ok=True)
+        """The clip is saved: its state may go."""
+        self.written = {}
+        self.folder.remove(self.path)
 
 
 class KeptState:
@@ -164,7 +229,12 @@ class KeptState:
         self.state: RunState | None = None
 
     def save(self, done: int, finished: bool, latent: AVLatent, accelerators: Sequence[Accelerator] = ()) -> None:
-        states = {a.name: {key: tensor.to("cpu", copy=True) for key, tensor in a.state().items()} for a in accelerators}
+        before = {} if self.state is None else self.state.accelerators
+        states = {}
+        for accelerator in accelerators:
+            kept = {k: t for k, t in before.get(accelerator.name, {}).items() if AT_FORWARD in k}  # still the same
+            state = accelerator.state()
+            states[accelerator.name] = {k: kept[k] if k in kept else t.to("cpu", copy=True) for k, t in state.items()}
         self.state = RunState(done, finished, latent, states)
 
     def load(self) -> RunState | None:

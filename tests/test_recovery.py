@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from h3_runtime.accelerators import spec_of
 from h3_runtime.errors import CheckpointError, H3Error
 from h3_runtime.job import Masks
 from h3_runtime.latents import load_latent
-from h3_runtime.recovery import RecoveryFolder, default_folder
+from h3_runtime.recovery import RecoveryFolder, RunRecovery, default_folder
 from h3_runtime.sampler import sample
 
 from .small_jobs import CANVAS, Crash, Inertia, clip, job, picture, render, same, small_dit
@@ -162,3 +163,67 @@ def test_the_default_folder_is_the_users_cache(monkeypatch, tmp_path):
     assert default_folder() == tmp_path
     monkeypatch.delenv("H3_RECOVERY")
     assert default_folder().parts[-2:] == ("h3_runtime", "recovery")
+
+
+# ---- what accelerators keep is written once
+
+
+def accelerated(name: str, **options):
+    return job(num_forwards=10, accelerators=(spec_of(name, **options),))
+
+
+WIDE = {
+    "forecast": accelerated("forecast", calls=0.6),
+    "block-cache": accelerated("block-cache", video=10.0, audio=10.0, most=2),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_what_was_kept_at_a_forward_is_written_once(name, tmp_path, monkeypatch):
+    """The same bits after a crash anywhere; a forward that keeps nothing new writes nothing of it again."""
+    asked, writes = WIDE[name], []
+    plain = RunRecovery._write
+    monkeypatch.setattr(RunRecovery, "_write", lambda run, file, held: writes.append(file) or plain(run, file, held))
+    whole = sample(small_dit(), asked)
+    for done in (3, 6, 9):
+        run = RecoveryFolder(tmp_path / str(done)).run(FINGERPRINT, CANVAS)
+        with pytest.raises(Crash):
+            sample(small_dit(), asked, progress=crash_after(done), recovery=run)
+        resumed = RecoveryFolder(tmp_path / str(done)).run(FINGERPRINT, CANVAS)
+        again = sample(small_dit(), asked, recovery=resumed)
+        assert same(again.latent, whole.latent) and again.resumed_after == done
+        assert again.stats == whole.stats
+        assert len(writes) == len(set(writes)) == whole.stats[name]["computed"], writes
+        writes.clear()
+        resumed.discard()
+        assert not list((tmp_path / str(done)).iterdir())
+
+
+def test_only_what_the_state_names_lies_beside_it(tmp_path):
+    run = RecoveryFolder(tmp_path).run(FINGERPRINT, CANVAS)
+    with pytest.raises(Crash):
+        sample(small_dit(), WIDE["forecast"], progress=crash_after(8), recovery=run)
+    named = load_latent(run.path).info["held"]
+    assert len(named) == 3 and sorted(named) == [p.name for p in sorted(tmp_path.glob("*.h3-held.safetensors"))]
+    damaged = tmp_path / next(iter(named))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x7f")
+    assert RecoveryFolder(tmp_path).run(FINGERPRINT, CANVAS).load() is None, "other bytes than were written"
+    damaged.unlink()
+    assert RecoveryFolder(tmp_path).run(FINGERPRINT, CANVAS).load() is None
+
+
+def test_the_folder_counts_and_removes_what_belongs_to_a_state(tmp_path):
+    folder = RecoveryFolder(tmp_path, max_states=1)
+    first = folder.run("1" * 64, CANVAS)
+    with pytest.raises(Crash):
+        sample(small_dit(), WIDE["forecast"], progress=crash_after(4), recovery=first)
+    ((_, _, size),) = folder._aged()
+    assert size == sum(path.stat().st_size for path in tmp_path.iterdir()) > first.path.stat().st_size
+    orphan = tmp_path / f"{'9' * 32}.forecast@1.h3-held.safetensors"
+    young = tmp_path / f"{'8' * 32}.forecast@1.h3-held.safetensors"
+    for path in (orphan, young):
+        path.write_bytes(b"")
+    os.utime(orphan, (1000, 1000))
+    second = folder.run("2" * 64, CANVAS)
+    second.save(1, False, clip())
+    assert sorted(tmp_path.iterdir()) == sorted([second.path, young])

@@ -27,6 +27,7 @@ from ..schedule import Schedule
 # options of one name say the same everywhere: the page translates them by name
 WARMUP = "Forwards at the start that run in full."
 TAIL = "Forwards at the end that run in full."
+AT_FORWARD = "@"  # in a state's key, before the forward it was kept at: under this key the tensor never changes
 
 
 def option(default, words: str, low: float | None = None, high: float | None = None, choices: tuple[str, ...] = ()):
@@ -158,7 +159,8 @@ class Accelerator:
         return schedule.num_forwards
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors that recovery saves after a forward."""
+        """Tensors that recovery saves after a forward. A key ``name@12`` says that the tensor was kept at forward 12
+        and stays the same for as long as it is named: it is written once."""
         return {}
 
     def restore(self, state: dict[str, Tensor]) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..models.attention import row_chunks
-from .base import TAIL, WARMUP, Accelerator, Options, Streams, Window, option
+from .base import AT_FORWARD, TAIL, WARMUP, Accelerator, Options, Streams, Window, option
 
 STREAMS = ("video", "audio")
 
@@ -54,7 +54,7 @@ class BlockCache(Accelerator):
         self.window = Window.of(job, steps, self.options.warmup, self.options.tail)
         self.first: dict[str, Tensor] = {}  # d of the last computed forward
         self.rest: dict[str, Tensor] = {}  # r of the same
-        self.computed = self.reused = self.row = 0
+        self.computed = self.reused = self.row = self.at = 0  # at: the last computed forward
         self.nearest = {stream: float("inf") for stream in STREAMS}
 
     def wrap_blocks(self, call: Callable) -> Callable:
@@ -70,7 +70,7 @@ class BlockCache(Accelerator):
                 for stream in STREAMS:
                     self._rows(h, stream).add_(self.rest[stream])
                 return h
-            self.computed, self.row, self.first = self.computed + 1, 0, first
+            self.computed, self.row, self.first, self.at = self.computed + 1, 0, first, step.index
             if not self.rest:
                 self.rest = {stream: torch.empty_like(first[stream]) for stream in STREAMS}
             for stream in STREAMS:
@@ -112,19 +112,21 @@ class BlockCache(Accelerator):
         return 3 * rows * config.hidden * item + 4 * min(2048, rows) * config.hidden * 4
 
     def state(self) -> dict[str, Tensor]:
-        counts = torch.tensor([self.computed, self.reused, self.row])
+        counts = torch.tensor([self.computed, self.reused, self.row, self.at])
         nearest = torch.tensor([self.nearest[stream] for stream in STREAMS], dtype=torch.float64)
-        held = {f"first.{s}": t for s, t in self.first.items()} | {f"rest.{s}": t for s, t in self.rest.items()}
+        parts = {"first": self.first, "rest": self.rest}
+        held = {f"{part}.{s}{AT_FORWARD}{self.at}": t for part, rows in parts.items() for s, t in rows.items()}
         return {"counts": counts, "nearest": nearest, **held}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         if "counts" not in state:  # nothing was kept: the next forward is computed
             return
-        self.computed, self.reused, self.row = state["counts"].tolist()
+        self.computed, self.reused, self.row, self.at = state["counts"].tolist()
         self.nearest = dict(zip(STREAMS, state["nearest"].tolist()))
-        held = [stream for stream in STREAMS if f"first.{stream}" in state]
-        self.first = {stream: state[f"first.{stream}"].to(self.device) for stream in held}
-        self.rest = {stream: state[f"rest.{stream}"].to(self.device) for stream in held}
+        name = "{}.{}" + f"{AT_FORWARD}{self.at}"
+        held = [stream for stream in STREAMS if name.format("first", stream) in state]
+        self.first = {stream: state[name.format("first", stream)].to(self.device) for stream in held}
+        self.rest = {stream: state[name.format("rest", stream)].to(self.device) for stream in held}
 
     def stats(self) -> dict:
         nearest = {f"smallest_change_{s}": v if v != float("inf") else None for s, v in self.nearest.items()}

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..models.attention import row_chunks
 from ..schedule import Schedule
-from .base import TAIL, WARMUP, Accelerator, Options, Streams, Window, option
+from .base import AT_FORWARD, TAIL, WARMUP, Accelerator, Options, Streams, Window, option
 
 STREAMS = ("video", "audio")
 TRAVEL = 0.25  # weight of each stream's sigma in how far a forward is from another; the rest is its index
@@ -210,7 +210,7 @@ class Forecast(Accelerator):
         counts = [self.computed, self.foretold, self.extra, int(self.owed)]
         worst = torch.tensor([self.worst], dtype=torch.float64)
         state = {"seen": torch.tensor(self.seen), "counts": torch.tensor(counts), "worst": worst}
-        return state | {f"{s}.{i}": kept for s in STREAMS for i, kept in enumerate(self.kept[s])}
+        return state | {f"{s}{AT_FORWARD}{i}": kept for s in STREAMS for i, kept in zip(self.seen, self.kept[s])}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         if "seen" not in state:  # nothing was kept: forwards are computed until something is
@@ -219,7 +219,7 @@ class Forecast(Accelerator):
         self.seen = state["seen"].tolist()
         self.computed, self.foretold, self.extra, owed = state["counts"].tolist()
         self.owed, self.worst = bool(owed), state["worst"].item()
-        self.kept = {s: [state[f"{s}.{i}"].to(place) for i in range(len(self.seen))] for s in STREAMS}
+        self.kept = {s: [state[f"{s}{AT_FORWARD}{i}"].to(place) for i in self.seen] for s in STREAMS}
 
     def stats(self) -> dict:
         return {
