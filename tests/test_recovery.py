@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -197,6 +198,27 @@ def test_what_was_kept_at_a_forward_is_written_once(name, tmp_path, monkeypatch)
         writes.clear()
         resumed.discard()
         assert not list((tmp_path / str(done)).iterdir())
+
+
+@pytest.mark.parametrize("nth", [0, 1, 2, 3, 5])
+def test_a_crash_between_two_files_of_a_save_changes_nothing(nth, tmp_path, monkeypatch):
+    """What was written for a state that did not come is written over, and the state before it is whole."""
+    asked, count, put = WIDE["forecast"], itertools.count(), os.replace
+    run = RecoveryFolder(tmp_path).run(FINGERPRINT, CANVAS)
+
+    def dies(part, path):
+        if next(count) == nth:
+            raise Crash
+        put(part, path)
+
+    monkeypatch.setattr(os, "replace", dies)
+    with pytest.raises(Crash):
+        sample(small_dit(), asked, recovery=run)
+    monkeypatch.undo()
+    again = sample(small_dit(), asked, recovery=RecoveryFolder(tmp_path).run(FINGERPRINT, CANVAS))
+    assert same(again.latent, sample(small_dit(), asked).latent)
+    named = {file.name for file in tmp_path.glob("*.h3-held.safetensors")}
+    assert named == set(load_latent(run.path).info["held"])
 
 
 def test_only_what_the_state_names_lies_beside_it(tmp_path):
