@@ -1,7 +1,8 @@
 """What accelerators cost and change: on a smooth velocity field, on the small model, and in operations at full size.
 
     field    rows ─▶ analytic velocity of a mixture of Gaussians ─▶ the loop's own steps, with and without forecasting
-    small    the demo's DiT, every preset and accelerator against the full run of the same seed
+    small    a DiT of random weights, every preset and accelerator against the full run of the same seed
+    carried  the carried model with a prompt of its world: forecasting and its rivals at three budgets
     full     one forward of an accelerator's own arithmetic under fake tensors, against one block of the release
 
 Errors are relative L2 to the full run, median of the seeds. The field is smooth, has modes to choose from and no
@@ -25,12 +26,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .accelerators import BY_NAME, Accelerator, Spec, spec_of
 from .accelerators.presets import PRESETS, Acceleration
 from .checkpoint.load import load_dit
+from .checkpoint.parts import find_parts
+from .demo.carried import CARRIED_MODEL
 from .demo.maker import make_model
+from .demo.run import text_to_video
 from .geometry import Canvas
+from .guides import place
 from .job import RenderJob, TextCondition
 from .layout import PackedLayout, patchify_video
 from .memory.measure import FakeMemory
+from .model import Models
 from .models.dit import DiT, DiTConfig
+from .render import condition_text, encode
 from .sampler import Rows, draw_noise, sample
 from .schedule import DEFAULT_FORWARDS
 from .solvers import SOLVERS, Sigmas
@@ -114,8 +121,8 @@ def walk_field(job: RenderJob, seed: int, accelerators: Sequence[Accelerator] = 
     rows = Rows(patchify_video(noise.video), noise.audio)
     for step in steps.forwards:
         h = torch.zeros(layout.num_rows, 96)
-        for place, moving in zip(field.rows(h), rows):
-            place.copy_(moving)
+        for held, moving in zip(field.rows(h), rows):
+            held.copy_(moving)
         velocity = field.rows(blocks(h, step, 0, 2))
         rows = Rows(
             solver.step("video", rows.video, velocity.video, Sigmas(step.video_sigma, step.video_sigma_next)),
@@ -185,12 +192,17 @@ def solver_errors(
 
 
 def model_errors(
-    dit: DiT, ways: dict[str, Callable[[RenderJob], RenderJob]], seeds: Sequence[int] = SEEDS
+    dit: DiT,
+    ways: dict[str, Callable[[RenderJob], RenderJob]],
+    seeds: Sequence[int] = SEEDS,
+    plain: RenderJob | None = None,
 ) -> dict[str, Errors]:
-    """Each way, a function of the full job, on ``dit`` against the full run of the same seed."""
+    """Each way, a function of the full job (``plain``, by default the small one), on ``dit`` against the full run of
+    the same seed."""
     found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in ways}
+    plain = small_job(0, dit.config.text_dim) if plain is None else plain
     for seed in seeds:
-        job = small_job(seed, dit.config.text_dim)
+        job = replace(plain, seed=seed)
         full = sample(dit, job).latent
         for name, way in ways.items():
             done = sample(dit, way(job))
@@ -210,14 +222,29 @@ def model_ways() -> dict[str, Callable[[RenderJob], RenderJob]]:
         asked = Acceleration().and_preset(name)
         made[f"preset {name}"] = accelerated(*asked.accelerators, solver=asked.solver)
     for budget in BUDGETS:
-        fewer = math.floor(DEFAULT_FORWARDS * budget)
-        made[f"forecast {budget:.0%}"] = accelerated(spec_of("forecast", calls=budget, sound_limit=10.0))
-        made[f"reuse {budget:.0%}"] = accelerated(spec_of("forecast", calls=budget, degree=0, sound_limit=10.0))
-        made[f"fewer steps {budget:.0%}"] = accelerated(num_forwards=fewer)
+        made |= budget_ways(budget)
     made["block-cache"] = accelerated(spec_of("block-cache"))
     made["sparse, blocks of 4"] = accelerated(spec_of("sparse", block=4))
     made["attention int8-eager"] = accelerated(spec_of("attention", kernel="int8-eager"))
     return made
+
+
+def budget_ways(budget: float) -> dict[str, Callable[[RenderJob], RenderJob]]:
+    """Forecasting, reuse and fewer steps, each with ``budget`` of the full run's calls."""
+    return {
+        f"forecast {budget:.0%}": accelerated(spec_of("forecast", calls=budget, sound_limit=10.0)),
+        f"reuse {budget:.0%}": accelerated(spec_of("forecast", calls=budget, degree=0, sound_limit=10.0)),
+        f"fewer steps {budget:.0%}": accelerated(num_forwards=math.floor(DEFAULT_FORWARDS * budget)),
+    }
+
+
+def carried() -> tuple[DiT, RenderJob]:
+    """The carried model's DiT, and the job of a prompt of its world at the size it was trained at."""
+    models = Models(find_parts(CARRIED_MODEL), torch.float32)
+    request = text_to_video(DEFAULT_FORWARDS)
+    placement = place(request)
+    job = encode(request, placement, models, condition_text(request, placement, models).text)
+    return models.dit(job.task), job
 
 
 # --- operations at full size -----------------------------------------------------------------------------------------
@@ -297,7 +324,7 @@ def own_cost(name: str, dtype: torch.dtype = torch.bfloat16, **options) -> Cost:
 
 
 def bench_accelerators() -> Results:
-    """All three measures; about two minutes on two idle cores."""
+    """All four measures; about four minutes on two idle cores."""
     results: Results = []
     for budget in BUDGETS:
         results += _rows(f"accelerators/field/{budget:.0%}", field_errors(forecasting_ways(budget)))
@@ -306,6 +333,9 @@ def bench_accelerators() -> Results:
     with tempfile.TemporaryDirectory() as folder:
         dit, _ = load_dit(make_model(Path(folder)) / "dit.safetensors", torch.float32)
         results += _rows("accelerators/small", model_errors(dit, model_ways()))
+    dit, job = carried()
+    for budget in BUDGETS:
+        results += _rows("accelerators/carried", model_errors(dit, budget_ways(budget), plain=job))
     for name in ("forecast", "block-cache"):
         cost = own_cost(name)
         results += [

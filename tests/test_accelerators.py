@@ -15,6 +15,8 @@ from h3_runtime.accelerators.forecast import Window, forecast_weights, place_cal
 from h3_runtime.accelerators.sparse import sparse_attention
 from h3_runtime.bench_accelerators import (
     BUDGETS,
+    budget_ways,
+    carried,
     field_errors,
     forecasting_ways,
     model_errors,
@@ -268,6 +270,23 @@ def test_and_on_the_small_model():
         for rival in (f"reuse {share}", f"fewer steps {share}"):
             assert own.picture < found[rival].picture and own.sound < found[rival].sound, (rival, found)
         assert own.sound <= own.picture and own.calls <= found[f"fewer steps {share}"].calls
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_forecasting_on_the_carried_model_is_nearest_at_its_budget(carried_model, budget):
+    """Below plain step skipping and below reuse, and the sound no further than the picture; one seed of the eight."""
+    dit, job_of_a_prompt = carried_model
+    ways = model_errors(dit, budget_ways(budget), seeds=[0], plain=job_of_a_prompt)
+    forecast, *others = ways.values()
+    assert all(forecast.calls <= other.calls for other in others)
+    for other in others:
+        assert forecast.picture < other.picture and forecast.sound < other.sound
+    assert forecast.sound <= forecast.picture
+
+
+@pytest.fixture(scope="module")
+def carried_model():
+    return carried()
 
 
 def test_a_window_in_ram_gives_the_same_bits():
