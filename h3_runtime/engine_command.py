@@ -93,6 +93,11 @@ def run_check(arguments, say) -> tuple[list[dict], int]:
     say(f"{server.name}: {engine.title} at {server.origin} is reachable")
     for row in rows[1:]:
         say(f"  {row['name']}: {row['value']}")
+    try:
+        engine.check_version(told)
+    except H3Error as error:
+        say(f"  no render can be sent yet: {error}")
+        return [*rows, {"name": "not usable yet", "value": str(error), "unit": ""}], 1
     return rows, 0
 
 

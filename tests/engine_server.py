@@ -471,6 +471,8 @@ class Handling(BaseHTTPRequestHandler):
             time.sleep(5)
         elif what == "500":
             self.json(500, {"error": {"message": f"boom {self.stand.key}"}})
+        elif what == "422":
+            self.json(422, {"detail": [{"loc": ["body", "seed"], "msg": "Input should be an integer", "type": "int"}]})
         elif what == "503 html":
             self.whole(503, "text/html", b"<html>busy</html>")
         elif what == "drop":  # the connection ends in the middle of a body

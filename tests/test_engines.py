@@ -17,6 +17,7 @@ import torch
 
 from h3_runtime import cli
 from h3_runtime.engines import ENGINES
+from h3_runtime.engines.returned import differences, look_at
 from h3_runtime.engines.run import RemoteOptions, render_remote, resume_remote
 from h3_runtime.engines.settings import Origin, Server
 from h3_runtime.engines.wire import Limits
@@ -347,6 +348,7 @@ def test_quality_high_of_sglang_is_sent_for_its_workload(out):
         ("status", ["to https://evil.example/v1"], "redirects to https://evil.example"),
         ("post", ["hang up"], "whether the request reached it is not known"),
         ("post", ["garbage"], "damaged JSON"),
+        ("post", ["422"], r"refused the request \(status 422\): body.seed: Input should be an integer"),
         ("health", ["503 html"], "is not ready"),
         ("health", ["silent"], "does not answer"),
     ],
@@ -459,8 +461,6 @@ def test_a_clip_that_is_not_what_was_asked_for_is_kept_and_told(made, words, out
 def test_other_rates_and_codecs_are_told(tmp_path):
     import av
 
-    from h3_runtime.engines.returned import differences, look_at
-
     path = tmp_path / "other.mp4"
     with av.open(str(path), "w") as made:
         picture_stream = made.add_stream("mpeg4", rate=30)
@@ -475,6 +475,22 @@ def test_other_rates_and_codecs_are_told(tmp_path):
     said = " | ".join(differences(look_at(path, "it"), None))
     for words in ("30 frames a second", "coded as mpeg4", "48000 Hz", "1 channel", "the sound lasts 0.4"):
         assert words in said, said
+
+
+@pytest.mark.parametrize("place", [0.3, 0.6, 0.9])
+def test_a_clip_cut_between_two_packets_is_cut_short(place, tmp_path):
+    """Nothing of it is damaged: only the count in its header tells that frames are missing."""
+    import av
+
+    whole, part = tmp_path / "whole.mp4", tmp_path / "part.mp4"
+    whole.write_bytes(clip_bytes(96, 96, 107))
+    with av.open(str(whole)) as made:
+        packets = [packet for packet in made.demux() if packet.pos is not None and packet.size]
+    packets.sort(key=lambda packet: packet.pos)
+    part.write_bytes(whole.read_bytes()[: packets[int(len(packets) * place)].pos])
+    look_at(whole, "it")
+    with pytest.raises(H3Error, match="it is cut short: it tells 107 frames and holds"):
+        look_at(part, "it")
 
 
 def test_a_disk_that_is_full_costs_no_half_file(out, monkeypatch):
@@ -508,11 +524,11 @@ def test_the_command_line_renders_lists_and_checks(out, tmp_path, capsys, monkey
     with serving("sglang", key=KEY) as stand, serving("vllm-omni") as other:
         entries = {
             "studio": {"engine": "sglang", "origin": stand.url, "key": KEY},
+            "farm": {"engine": "vllm-omni", "origin": other.url, "version": "0.30.0"},
             "bad": {"engine": "x", "origin": "y"},
         }
         (tmp_path / "engines.json").write_text(json.dumps(entries), encoding="utf-8")
         (tmp_path / "engines.json").chmod(0o644)
-        monkeypatch.setenv("H3_ENGINE_FARM", f"vllm-omni {other.url}")
         given = ("render", "--engine", "studio", "--prompt", "a cat", "--size", "96x96", "--frames", 107, "--out", out)
         status, rows, words = run(*given, "--outputs", 2, "--seed", 4, capsys=capsys)
         assert status == 0, words
@@ -533,6 +549,9 @@ def test_the_command_line_renders_lists_and_checks(out, tmp_path, capsys, monkey
         assert values["partition"] == "not told" and "4 GPUs" in words
         status, rows, words = run("engine", "check", "farm", capsys=capsys)
         assert status == 0 and "masks of picture and sound" in words
+        monkeypatch.setenv("H3_ENGINE_NEW", f"vllm-omni {other.url}")
+        status, rows, words = run("engine", "check", "new", capsys=capsys)
+        assert status == 1 and 'write it there once: "version": "0.30.0"' in words
         stand.trouble["health"] = ["503 html"]
         status, rows, _ = run("engine", "check", "studio", capsys=capsys)
         assert status == 1 and "is not ready (status 503)" in rows[0]["reason"]

@@ -66,6 +66,10 @@ class Engine(ABC):
         """Ask what it serves. H3Error where it is not this engine or not this model."""
 
     @abstractmethod
+    def check_version(self, told: Told) -> None:
+        """H3Error where it is not known how this version counts steps: nothing can be sent to it."""
+
+    @abstractmethod
     def check(self, shipment: Shipment, told: Told) -> None:
         """H3Error, naming the input, for what this engine cannot do; nothing has been sent yet."""
 

@@ -167,13 +167,14 @@ class _Run:
 
     def __post_init__(self):
         self.began = time.monotonic()
-        self.waited = 0.0
+        self.waited, self.posting = 0.0, False
 
     # --- posting ------------------------------------------------------------------------------------------------
 
     def post(self, submission) -> None:
         """Post one job and write its id down."""
         client, name = self.client, self.client.server.name
+        self.posting = True
         try:
             answer = client.post("/v1/videos", submission.kind, submission.body)
         except Lost as error:
@@ -185,6 +186,7 @@ class _Run:
             raise H3Error(f"server {name} refused the request (status {answer.status}): {client.says(answer)}")
         job = client.object(answer).get("id")
         self.engine.content(job, 0)  # H3Error for what is no id
+        self.posting = False
         self.record = replace(self.record, jobs=(*self.record.jobs, (job, submission.outputs)))
         self.folder.write(self.record)
         self.tell(f"job {self._shown(job)} was posted to server {name}")
@@ -311,11 +313,13 @@ class _Stoppable:
         return None
 
     def __exit__(self, kind, error, trace) -> None:
-        if error is None or isinstance(error, H3Error) or not self.run.record.jobs:
+        if error is None or isinstance(error, H3Error):
             return
         run, quick = self.run, Limits(connect=2.0, idle=3.0, answer=3.0)
         client = Client(run.client.server, limits=quick)
         said = [run.engine.stop(client, job) for job, _ in run.record.jobs]
+        if run.posting:
+            said.append(f"whether the request has reached server {client.server.name} is not known")
         if run.engine.stops:
             run.folder.forget(run.record)
         for sentence in said:

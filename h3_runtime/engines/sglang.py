@@ -54,6 +54,9 @@ class SGLang(Engine):
         lines = (f"{gpus} GPUs",) if isinstance(gpus, int) else ()
         return Told(server.clean(model["id"], 120), version, partition, lines)
 
+    def check_version(self, told: Told) -> None:
+        steps_of(1, told)
+
     def check(self, shipment: Shipment, told: Told) -> None:
         check_partition(shipment, told, "this server")
         if shipment.masks is not None:

@@ -52,7 +52,7 @@ class VllmOmni(Engine):
         server = client.server
         return Told(server.clean(first_model(client)["id"], 120), server.version, server.partition)
 
-    def check(self, shipment: Shipment, told: Told) -> None:
+    def check_version(self, told: Told) -> None:
         number = number_of(told.version)
         if number is None or number < OLDEST:
             given = f"version {told.version}" if told.version else "no version"
@@ -60,6 +60,9 @@ class VllmOmni(Engine):
                 f"steps: the settings give {given}, and vLLM-Omni before 0.30.0 counts one more than it runs; a server "
                 'does not tell its version, so write it there once: "version": "0.30.0"'
             )
+
+    def check(self, shipment: Shipment, told: Told) -> None:
+        self.check_version(told)
         check_partition(shipment, told, "this server")
         request, canvas = shipment.request, shipment.canvas
         seconds_for(canvas, *SECONDS)

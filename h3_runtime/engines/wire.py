@@ -124,7 +124,9 @@ class Client:
         except (ValueError, RecursionError):
             return self.server.clean(answer.data[:2000].decode("utf-8", "replace")) or "no reason given"
         for _ in range(4):
-            if isinstance(made, dict):
+            if isinstance(made, dict) and isinstance(made.get("loc"), list) and made.get("msg"):
+                made = f"{'.'.join(map(str, made['loc']))}: {made['msg']}"
+            elif isinstance(made, dict):
                 made = next((made[key] for key in ("error", "detail", "message", "msg") if made.get(key)), "")
             elif isinstance(made, list):
                 made = made[0] if made else ""
