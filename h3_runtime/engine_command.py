@@ -123,19 +123,25 @@ def run_remote(arguments, say, request_of, inputs) -> tuple[list[dict], int]:
     server, out = load_servers().get(arguments.engine), check_output(arguments.out)
     outputs = 1 if arguments.outputs is None else arguments.outputs
     options = RemoteOptions(arguments.quality or "lossless", outputs, bool(arguments.fresh))
-    watch = _Watch(say)
+    watch, told = _Watch(say), []
+
+    def tell(sentence: str) -> None:
+        told.append(sentence)
+        say(f"note: {sentence}")
+
     try:
         if arguments.job:
             _only_the_job(arguments, inputs)
-            result = resume_remote(arguments.job, server, out, options, say, watch)
+            result = resume_remote(arguments.job, server, out, options, tell, watch)
         else:
             request = request_of(arguments)
             keep_inputs(out, [medium.path for medium in request.media.values() if medium.path is not None])
-            result = render_remote(request, server, out, options, say, watch)
+            result = render_remote(request, server, out, options, tell, watch)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("stopped: nothing half-written was left") from None
     for note in result.notes:
-        say(f"note: {note}")
+        if note not in told:
+            say(f"note: {note}")
     say(f"label: {result.fidelity.title}")
     for cause in result.fidelity.causes:
         say(f"  {cause.label}: {cause.reason}")

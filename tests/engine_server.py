@@ -50,13 +50,13 @@ def need(holds: bool, detail: str) -> None:
         raise Refused(detail)
 
 
-def clip_bytes(width: int, height: int, frames: int, seed: int = 0, sound: bool = True) -> bytes:
+def clip_bytes(width: int, height: int, frames: int, seed: int = 0, sound: bool = True, black: bool = False) -> bytes:
     """A small mp4 as an engine writes it: H.264 at 24 fps, AAC stereo at 32 kHz; other bytes for another seed."""
-    return coded(width, height, frames, sound) + b"\0\0\0\x10free" + seed.to_bytes(8, "big")
+    return coded(width, height, frames, sound, black) + b"\0\0\0\x10free" + seed.to_bytes(8, "big")
 
 
 @lru_cache(maxsize=16)
-def coded(width: int, height: int, frames: int, sound: bool) -> bytes:
+def coded(width: int, height: int, frames: int, sound: bool, black: bool) -> bytes:
     ramp = np.linspace(0, 200, width, dtype=np.uint8)[None, :, None]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "made.mp4"
@@ -64,7 +64,7 @@ def coded(width: int, height: int, frames: int, sound: bool) -> bytes:
         with Mp4Writer(path, width, height, frames, tone) as writer:
             for index in range(frames):
                 picture = np.broadcast_to(ramp + np.uint8(index % 50), (height, width, 3))
-                writer.write(np.ascontiguousarray(picture)[None])
+                writer.write(np.ascontiguousarray(picture)[None] * np.uint8(not black))
         return path.read_bytes()
 
 

@@ -30,7 +30,7 @@ from .engine_server import clip_bytes, serving
 
 KEY = "sk-secret-0123456789"
 QUICK = Limits(
-    connect=1.0, idle=0.6, answer=1.5, upload=5.0, download=5.0, clip_bytes=4 << 20, pace=(0.02, 0.05), patience=0.5,
+    connect=2.0, idle=3.0, answer=5.0, upload=5.0, download=5.0, clip_bytes=4 << 20, pace=(0.02, 0.05), patience=0.5,
     job=3.0,
 )  # fmt: skip
 SMALL = {"size": (96, 96), "frames": 107}
@@ -354,7 +354,7 @@ def test_quality_high_of_sglang_is_sent_for_its_workload(out):
     ],
 )
 def test_whatever_a_server_does_ends_in_a_clip_or_in_a_sentence(engine, kind, trouble, words, out, capfd):
-    limits = replace(QUICK, patience=3.0 if words is None else 0.3)
+    limits = replace(QUICK, idle=0.5, answer=1.2, patience=5.0 if words is None else 0.3)
     with serving(engine, key=KEY) as stand:
         stand.trouble[kind] = ["500"] * 99 if trouble == ["always"] else list(trouble)
         if words is None:
@@ -382,7 +382,7 @@ def test_a_job_is_picked_up_again_after_a_failure(engine, out):
             posted, (job,) = len(stand.posts()), list(stand.jobs)[-1:]
             if again == "same":
                 _, said = send(stand, out)
-                assert "of the same request is taken up" in said[0]
+                assert "of the same request is taken up" in said[-1]
             else:
                 result = resume_remote([job], server_of(stand), out, RemoteOptions(limits=QUICK))
                 assert result.clips[0].notes == () and "quality lossless" in result.fidelity.title
@@ -391,7 +391,7 @@ def test_a_job_is_picked_up_again_after_a_failure(engine, out):
             for path in out.parent.iterdir():
                 path.unlink()
         _, said = send(stand, out)
-        assert "was posted" in said[0], "a clip that is here is not a job that runs"
+        assert any("was posted" in line for line in said), "a clip that is here is not a job that runs"
         stand.looks = 10**9
         with pytest.raises(H3Error, match="is not done after"):
             send(stand, out, ask(seed=5), limits=replace(QUICK, job=0.1))
@@ -448,14 +448,16 @@ def test_cancel_ends_what_can_be_ended_and_is_quick(engine, out):
         ((96, 64, 107), "DIFFERS: the size is 96x64, 96x96 was asked for"),
         ((96, 96, 90), "DIFFERS: the clip has 90 frames, 107 were asked for"),
         ((96, 96, 107, 0, False), "DIFFERS: the clip has no sound"),
+        ((96, 96, 107, 0, True, True), "WARNING: every frame of the picture is black: the render failed"),
     ],
 )
 def test_a_clip_that_is_not_what_was_asked_for_is_kept_and_told(made, words, out):
     with serving("sglang") as stand:
         stand.trouble["content"] = [clip_bytes(*made)]
         result, _ = send(stand, out)
-    assert words in result.clips[0].notes
-    assert words in json.loads(result.clips[0].report.read_text(encoding="utf-8"))["notes"]
+    told = json.loads(result.clips[0].report.read_text(encoding="utf-8"))["notes"]
+    assert [line.startswith(words) for line in result.clips[0].notes] == [True]
+    assert result.clips[0].notes[0] in told
 
 
 def test_other_rates_and_codecs_are_told(tmp_path):

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import av
+import torch
 
 from ..errors import H3Error
 from ..geometry import AUDIO_CHANNELS, FPS, SAMPLE_RATE
+from ..soundness import FrameLevels
 
 AAC_BLOCK = 1024
+THINNED = 4  # every fourth pixel of every fourth row tells whether there is a picture
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Returned:
     sound_rate: int = 0
     sound_channels: int = 0
     sound_seconds: float | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def look_at(path: Path, whose: str) -> Returned:
@@ -61,12 +65,15 @@ def look_at(path: Path, whose: str) -> Returned:
             told, codec = picture.frames, picture.codec_context
             rate = picture.average_rate or picture.guessed_rate
             frames = samples = 0
+            levels = FrameLevels()
             for packet in container.demux([picture] if heard is None else [picture, heard]):
                 for frame in packet.decode():
                     if packet.stream is picture:
                         if frame.is_corrupt:
                             raise H3Error(f"{whose} is damaged from frame {frames} on")
                         frames += 1
+                        seen = torch.from_numpy(frame.to_ndarray(format="rgb24")[::THINNED, ::THINNED])
+                        levels.add(seen.permute(2, 0, 1)[None, :, None].float() / 255)
                     else:
                         samples += frame.samples
             if not frames:
@@ -78,7 +85,16 @@ def look_at(path: Path, whose: str) -> Returned:
                 ears = heard.codec_context
                 sound = {"sound_codec": ears.name, "sound_rate": ears.sample_rate, "sound_channels": ears.channels}
                 sound["sound_seconds"] = samples / ears.sample_rate if ears.sample_rate else 0.0
-            return Returned("mp4", codec.name, codec.width, codec.height, frames, float(rate or 0), **sound)
+            return Returned(
+                "mp4",
+                codec.name,
+                codec.width,
+                codec.height,
+                frames,
+                float(rate or 0),
+                **sound,
+                warnings=tuple(levels.judge()),
+            )
     except (av.FFmpegError, EOFError, ValueError) as error:
         if isinstance(error, H3Error):
             raise

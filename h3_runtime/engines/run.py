@@ -24,6 +24,7 @@ from ..geometry import FPS
 from ..media import check_output_path, copy_tracks, kept_path
 from ..media.files import publish
 from ..request import RenderRequest
+from ..soundness import WARNING
 from ..unfinished import part_path
 from . import ENGINES
 from .base import DONE, FAILED, Engine, Told
@@ -111,6 +112,8 @@ def render_remote(
     submissions = engine.submissions(shipment, told)
     mark, folder = fingerprint(server, submissions), JobFolder()
     notes = [*shipment.notes, *engine.notes(shipment, told)]
+    for note in notes:  # while it can still be stopped
+        tell(note)
     record = None if options.fresh else folder.find(mark)
     if record is not None:
         tell(f"job {_names(record)} of the same request is taken up (--fresh posts it anew)")
@@ -257,6 +260,7 @@ class _Run:
         try:
             facts = self._whole(job, output, part, whose)
             said = [f"DIFFERS: {line}" for line in differences(facts, self.record.expected)]
+            said += [f"{WARNING}{line}" for line in facts.warnings]
             _forget_older(path)
             target = copy_tracks(part, path, self.tags) if self.tags else publish(part, path)
         except OSError as error:
