@@ -95,6 +95,7 @@ _HOMES = {
     "open_lora": "lora",
     "picture_reference": "memory.rows",
     "open_pair": "compare.sources",
+    "overlaps": "job",
     "parse_thresholds": "compare.verdict",
     "pixel_frames": "geometry",
     "plan_lines": "memory.plan_lines",

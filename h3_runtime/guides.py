@@ -37,7 +37,7 @@ from .geometry import (
     ratio_value,
     snap_frames,
 )
-from .job import VIDEO_CHANNELS, Masks, pool_pixels
+from .job import VIDEO_CHANNELS, Held, Masks, filled_frames, overlaps, pool_pixels
 from .latents import PartialLatent, load_latent
 from .references import PlacedReference, describe_names, place_references, read_memory
 from .request import GuideRequest, Media, RenderRequest, SoundMask
@@ -60,6 +60,12 @@ class Placed:
     audio: Tensor | None
     strength: float = 1.0
     keyframe: bool = False
+
+    @property
+    def held(self) -> Held:
+        picture = 0 if self.frames is None else len(self.frames)
+        sound = 0 if self.audio is None else filled_frames(self.audio.shape[1], SAMPLE_RATE)
+        return Held(self.name, self.frame_index, picture, sound)
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,7 @@ def place(request: RenderRequest) -> Placement:
         guides.append(Placed(medium.name, end % canvas.num_frames, frames, None, keyframe=True))
     middle = [(_place_guide(guide, canvas, cover, notes), guide) for guide in request.guides]
     guides += [placed for placed, _ in sorted(middle, key=_guide_order)]  # order of naming must not change the noise
+    notes += overlaps([placed.held for placed in guides])
     placed_source = source
     if isinstance(source, media.Clip):
         placed_source = _place_source(request.source.name, source, canvas, notes)

@@ -15,7 +15,9 @@ Latents are normalised float32: video [1, 24, T, H/16, W/16], audio [1, 32, 2, A
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -24,7 +26,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import H3Error, NonFiniteError
-from .geometry import AUDIO_CHANNELS, AUDIO_HOP, Canvas, audio_samples, frame_groups, is_number, is_whole
+from .geometry import (
+    AUDIO_CHANNELS,
+    AUDIO_HOP,
+    AUDIO_LATENT_RATE,
+    FPS,
+    Canvas,
+    audio_samples,
+    frame_groups,
+    is_number,
+    is_whole,
+)
 from .schedule import AUDIO_SHIFT, DEFAULT_FORWARDS, VIDEO_SHIFT, Schedule, check_seed, plan_schedule
 from .solvers import SOLVERS
 
@@ -112,6 +124,42 @@ class Guide:
     @property
     def audio_length(self) -> int:
         return 0 if self.audio is None else self.audio.shape[3]
+
+    @property
+    def held(self) -> Held:
+        picture = 0 if self.video is None else frame_groups(self.video_shape[0])[-1].stop
+        return Held(self.name, self.frame_index, picture, filled_frames(self.audio_length, AUDIO_LATENT_RATE))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a guide takes of the clip: frames of the picture from ``frame_index`` on, and of the sound."""
+
+    name: str
+    frame_index: int
+    picture: int = 0
+    sound: int = 0
+
+
+def filled_frames(count: int, rate: int) -> int:
+    """Frames that ``count`` sound latents or samples at ``rate`` a second fill; what is there holds one at least."""
+    return max(1, count * FPS // rate) if count else 0
+
+
+def overlaps(held: Sequence[Held]) -> list[str]:
+    """Sentences about guides that hold the same frames, or sound at the same time: the model is shown both."""
+    said = []
+    for one, other in itertools.combinations(sorted(held, key=lambda guide: guide.frame_index), 2):
+        for what, first, second in (
+            ("frames", one.picture, other.picture),
+            ("sound at frames", one.sound, other.sound),
+        ):
+            begin = other.frame_index
+            end = min(one.frame_index + first, begin + second)
+            if begin < end:
+                place = f"{what} {begin} to {end - 1}" if end - begin > 1 else f"{what.removesuffix('s')} {begin}"
+                said.append(f"{one.name} and {other.name} both hold {place}: the model is shown both")
+    return said
 
 
 @dataclass(frozen=True)

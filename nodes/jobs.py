@@ -42,12 +42,12 @@ class GraphJob:
 
 def make_job(positive: list, latent: dict, settings: Settings, model) -> GraphJob:
     """Check and translate everything. H3Error for what cannot be rendered; no weights are touched."""
-    from ..h3_runtime import Origin, RenderJob, lint_pace
+    from ..h3_runtime import Origin, RenderJob, lint_pace, overlaps
 
     taken = take_latent(latent, settings.frames)
     condition = take_condition(positive, taken.canvas)
     notes = [*taken.canvas.notes, *taken.notes, *condition.notes, *condition.text.notes]
-    notes += lint_pace(condition.prompt, taken.canvas.seconds)
+    notes += lint_pace(condition.prompt, taken.canvas.seconds) + overlaps([guide.held for guide in condition.guides])
     settings, few_step, said = _accelerated(settings, model)
     notes += said
     source, state = _source_and_state(taken, settings, notes)

@@ -14,13 +14,17 @@ import pytest
 import torch
 
 from h3_runtime.checkpoint.load import canonical_tensors, load_dit, load_video_vae
+from h3_runtime.checkpoint.opening import open_checkpoint
 from h3_runtime.checkpoint.reader import SafetensorsFile, ShardedFolder, fingerprint, full_sha256, open_source
+from h3_runtime.demo.maker import make_model
 from h3_runtime.errors import CheckpointError
+from h3_runtime.text.encoder import open_weights
 from tests.checkpoint_fixtures import (
     GOLDEN,
     assert_refused,
     assert_same,
     golden,
+    mark_filled,
     write_file,
     write_raw,
     write_sharded,
@@ -51,6 +55,32 @@ def test_truncated_trailing_and_zeroed_tail(tmp_path):
     header = 8 + struct.unpack("<Q", good[:8])[0]
     short.write_bytes(good[: header - 10])
     assert_refused(load_dit, short, f"{header:,} bytes expected for the header alone, {header - 10:,} found")
+
+
+def test_a_download_that_was_reserved_and_never_filled(tmp_path):
+    """Full size, good header, zeros for data: whoever opens it says so, before anything is read."""
+    make_model(tmp_path)
+    vae = tmp_path / "video_vae.safetensors"
+    encoder, whole = tmp_path / "text_encoder.safetensors", vae.read_bytes()
+    load_video_vae(vae)
+    size = len(whole)
+    assert size > 1 << 20
+    for begin, end, words in (
+        (size - (1 << 16), size, "ends in zeros"),
+        (size // 3, size // 3 * 2, "is zeros from about byte"),
+        (size // 2, size, "ends in zeros"),
+    ):
+        vae.write_bytes(whole[:begin] + bytes(end - begin) + whole[end:])
+        for opened in (load_video_vae, open_checkpoint):
+            with pytest.raises(CheckpointError, match=rf"{words}.*full size \({size:,} bytes\).*download it again"):
+                opened(vae)
+    with open(encoder, "r+b") as stream:
+        stream.seek(-(1 << 16), 2)
+        stream.write(bytes(1 << 16))
+    with pytest.raises(CheckpointError, match="ends in zeros"):
+        open_weights(encoder)
+    vae.write_bytes(whole[: size // 2] + bytes(1 << 12) + whole[size // 2 + (1 << 12) :])
+    load_video_vae(vae)  # a weight of zeros in its middle is no sign of a download
 
 
 @pytest.mark.parametrize(
@@ -334,6 +364,7 @@ def test_peak_host_memory_is_what_stays_plus_one_tensor(tmp_path):
     path = write_raw(tmp_path / "dit.safetensors", header)
     with open(path, "r+b") as file:
         file.truncate(path.stat().st_size + position)
+    mark_filled(path)
     assert position > 280e6
     largest = max(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values())
     root = Path(__file__).parents[1]

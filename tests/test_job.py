@@ -25,7 +25,7 @@ from h3_runtime.geometry import (
     pixel_frames,
     snap_frames,
 )
-from h3_runtime.job import AVLatent, Guide, Masks, Reference, RenderJob, TextCondition
+from h3_runtime.job import AVLatent, Guide, Masks, Reference, RenderJob, TextCondition, overlaps
 from h3_runtime.schedule import plan_schedule, sigma_grid
 
 LENGTHS = range(5, 363, 17)
@@ -512,3 +512,23 @@ def test_fingerprint_takes_the_models_in():
     assert len(prints) == 6
     half = replace(text(), hidden=text().hidden.bfloat16())
     assert job(text=half).fingerprint() != made.fingerprint()
+
+
+def test_guides_that_hold_the_same_moment_are_told():
+    def guide(name, frame, frames=0, sound=0):
+        video = None if not frames else torch.zeros(1, 24, 1 if frames == 1 else latent_frames(frames), 4, 6)
+        return Guide(frame, video, torch.zeros(1, 32, 2, sound) if sound else None, name=name).held
+
+    walk, still, late = guide("walk", 0, 22, 37), guide("still", 21, 1), guide("late", 22, 1)
+    assert (
+        overlaps([walk, still, late])
+        == overlaps([late, still, walk])
+        == ["walk and still both hold frame 21: the model is shown both"]
+    )
+    voice, noise = guide("voice", 10, sound=20), guide("noise", 21, sound=1)
+    assert overlaps([voice, still, guide("next", 22, 22, 37), guide("noise", 60, sound=1)]) == []
+    assert overlaps([voice, walk, noise]) == [
+        "walk and voice both hold sound at frames 10 to 21: the model is shown both",
+        "walk and noise both hold sound at frame 21: the model is shown both",
+        "voice and noise both hold sound at frame 21: the model is shown both",
+    ]

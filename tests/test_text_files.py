@@ -145,7 +145,11 @@ def test_foreign_vocabulary_is_refused(folder, tmp_path):
 
 @pytest.mark.parametrize(
     "value, error, message",
-    [(0.0, CheckpointError, "prompt would have no effect"), (float("nan"), CheckpointError, "NaN or infinity")],
+    [
+        (0.0, CheckpointError, "ends in zeros"),
+        (1e-30, CheckpointError, "prompt would have no effect"),
+        (float("nan"), CheckpointError, "NaN or infinity"),
+    ],
 )
 def test_dead_weights_stop_the_render(folder, encoder, tmp_path, value, error, message):
     """A zeroed or broken encoder must not turn into a clip that ignores its prompt."""

@@ -23,7 +23,7 @@ from ..errors import CheckpointError
 from .formats import OTHER_PARTS, CheckpointFormat, Header, Recipe, choose_format, dit_prefix
 from .gguf_file import open_weights
 from .quantised import StoredLayer, find_layers
-from .reader import TensorSource, listed
+from .reader import TensorSource, listed, refuse_unfilled
 
 CONFIG_KEY = "h3_runtime.config"  # our own files carry their configuration under it, as JSON
 PARTITION_KEYS = ("h3_runtime.partition", "partition", "modelspec.title")
@@ -212,13 +212,14 @@ def open_checkpoint(
     """Open the weights at ``path`` (file, shard, index or folder) as ``part``: dit, video_vae, audio_vae, None: any.
 
     ``layout`` (official, diffusers, comfyui) overrides detection; ``config`` takes the place of config.json. Reads
-    headers only. CheckpointError when it is another part or no layout fits; what is missing or does not fit inside
-    the layout is in ``problems``.
+    headers, and a few bytes that must not be zeros. CheckpointError when it is another part or no layout fits; what is
+    missing or does not fit inside the layout is in ``problems``.
     """
     source = open_weights(path)
     found = sort_names(source, part, forced=layout is not None)
     prefix, header = found.prefix, found.header
     chosen = choose_format(header, part, layout, str(source.path))
+    refuse_unfilled(source.files)
     _refuse_quantised(source, chosen, found.layers)
     settings = _settings_in(config, chosen.part, "config") if config else config_of(source, chosen.part)
     header = replace(header, config=settings)

@@ -14,6 +14,7 @@ memory holds what was asked for and nothing else.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -31,6 +32,7 @@ from ..errors import CheckpointError
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 PAGE_BYTES = 1 << 20
 SAMPLED_PAGES = 64
+UNFILLED_FROM, UNFILLED_PLACES, UNFILLED_BYTES, UNFILLED_TAIL = 1 << 19, 16, 4096, 1 << 16
 SHOWN = 10  # names listed in one message
 
 # bits per element of every dtype word of the safetensors format; torch's own name where it has one
@@ -394,6 +396,41 @@ def _what_it_is(start: bytes, size: int, length: int) -> str:
     if not any(start):
         return f"begins with zeros ({size:,} bytes): a download that was reserved and never filled; download it again."
     return f"is not a safetensors file ({size:,} bytes, first bytes {start[:8].hex(' ')}); use .safetensors weights."
+
+
+def refuse_unfilled(paths: Iterable[str | os.PathLike]) -> None:
+    """CheckpointError for a file of weights that ends in zeros, or that is zeros for a quarter: a download that was
+    reserved on disk and never filled has its full size and a good header.
+
+    Looked at are a few places, however large the file; smaller ones are left to the checks of values.
+    """
+    for path in map(Path, paths):
+        size = path.stat().st_size
+        if size < UNFILLED_FROM:
+            continue
+        places = places_looked_at(size)
+        with open_binary(path) as file:
+            empty = [not any(_bytes_at(file, place, UNFILLED_BYTES)) for place in places]
+        runs = [len(list(run)) for zeros, run in itertools.groupby(empty[:UNFILLED_PLACES]) if zeros]
+        where = "ends in zeros" if all(empty[-2:]) else ""
+        if not where and max(runs, default=0) >= UNFILLED_PLACES // 4:
+            where = f"is zeros from about byte {places[empty.index(True)]:,} on"
+        if where:
+            raise CheckpointError(
+                f"{path} {where}, though it has its full size ({size:,} bytes): a download that was reserved and never "
+                "filled; download it again."
+            )
+
+
+def places_looked_at(size: int) -> list[int]:
+    """Where ``refuse_unfilled`` looks: evenly over the file, and twice at its end."""
+    spread = [size * index // UNFILLED_PLACES for index in range(UNFILLED_PLACES)]
+    return [*spread, size - UNFILLED_TAIL, size - UNFILLED_BYTES]
+
+
+def _bytes_at(file, place: int, count: int) -> bytes:
+    file.seek(place)
+    return file.read(count)
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..checkpoint.gguf_file import open_weights as open_source
 from ..checkpoint.opening import Checkpoint
 from ..checkpoint.pieces import Online
-from ..checkpoint.reader import TensorSource, listed
+from ..checkpoint.reader import TensorSource, listed, refuse_unfilled
 from ..checkpoint.text_layers import OWN_FILE, TextLayers, open_text, text_path  # noqa: F401  (the maker's name)
 from ..checkpoint.text_layout import EMBEDDING, Layout, count_layers, recognise_text
 from ..errors import CheckpointError, H3Error, MissingDependency, NonFiniteError
@@ -101,6 +101,7 @@ def open_weights(path: str | Path, layers: int | None = None) -> EncoderWeights:
     config, else 50).
     """
     source = open_source(text_path(path))
+    refuse_unfilled(source.files)
     layout, known = recognise_text(source)
     config = _config_in(source, layout, layers)
     if config is not None:
