@@ -63,11 +63,23 @@ def folder_files(kind: str, *more: str) -> list[str]:
         try:
             names += folder_paths.get_filename_list(folder)
             for root in folder_paths.get_folder_paths(folder):
-                found = (path for path in Path(root).rglob("*.gguf") if path.is_file())
-                names += sorted(path.relative_to(root).as_posix() for path in found)
+                names += _gguf_below(Path(root))
         except Exception as error:  # a list of files must never take the node list down
             log.warning("H3 Runtime: the folder %s cannot be listed (%s)", folder, error)
     return list(dict.fromkeys(names))
+
+
+def _gguf_below(root: Path) -> list[str]:
+    """GGUF files below ``root``, through linked folders as the host lists its own, each folder once."""
+    found, seen = [], set()
+    for folder, inside, files in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # a link to a folder above it
+            inside.clear()
+            continue
+        seen.add(real)
+        found += [(Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".gguf")]
+    return sorted(found)
 
 
 def find_file(kind: str, name: str, *more: str) -> Path | None:

@@ -50,3 +50,26 @@ def test_a_refusal_stands_on_its_node(pack, monkeypatch):
     with pytest.raises(pack.h3.H3Error, match="height 0: give both"):
         pack.run("H3RuntimeEmptyLatent", width=192, height=0)
     assert told == ["width is 192 and height 0: give both, or 0 for both to use the ratio"]
+
+
+def test_files_are_listed_through_links_and_a_missing_folder_takes_nothing_down(pack, tmp_path, monkeypatch):
+    models, far = tmp_path / "models", tmp_path / "far"
+    (models / "sub").mkdir(parents=True)
+    far.mkdir()
+    for file in (models / "a.gguf", models / "sub" / "b.gguf", far / "c.gguf"):
+        file.write_bytes(b"GGUF")
+    try:
+        (models / "linked").symlink_to(far, target_is_directory=True)
+        (far / "round").symlink_to(models, target_is_directory=True)
+    except OSError:
+        pytest.skip("needs os: this system lets nobody make links")
+    paths = pack.host.folder_paths
+    monkeypatch.setattr(paths, "get_filename_list", lambda kind: [])
+    monkeypatch.setattr(paths, "get_folder_paths", lambda kind: [str(models), str(tmp_path / "gone")])
+    assert pack.host.folder_files("diffusion_models") == ["a.gguf", "linked/c.gguf", "sub/b.gguf"]
+
+    def missing(kind):
+        raise KeyError(kind)
+
+    monkeypatch.setattr(paths, "get_filename_list", missing)
+    assert pack.host.folder_files("diffusion_models") == []
