@@ -103,6 +103,7 @@ _HOMES = {
     "plan_schedule": "schedule",
     "plan_sizes": "graph",
     "pool_pixels": "job",
+    "probe_host": "memory.probe",
     "prompt_rows": "memory.rows",
     "put_back": "media",
     "read_clip": "media",

@@ -13,6 +13,8 @@ Warnings, not errors: a clip may be meant to be odd.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from statistics import fmean, median
 
 import torch
@@ -29,6 +31,7 @@ LARGEST = 30.0  # latents are normalised: beyond this the decoders see what no c
 FLAT = 2 / 255  # spread of a frame's values below which it shows nothing
 BROKEN_OFF = 5 * FLAT  # spread of the last frame that shows something: what fades out or leaves the picture has less
 BEAT = 3 / 255  # how far every 17th frame must leave its neighbours to be told
+DRIFT = 1.15  # of contrast over all clips of a row
 FLASH = 0.1  # a jump of brightness at an end of the clip
 EDGE = 3  # frames that a flash lasts at most
 QUIET = 6  # frames beside a flash that have to be steady: next to a moving light it is none
@@ -79,6 +82,11 @@ class FrameLevels:
         spread, brightness = torch.std_mean(frames, dim=(0, 1, 3, 4), correction=0)
         self.brightness += brightness.tolist()
         self.spread += spread.tolist()
+
+    @property
+    def contrast(self) -> float:
+        """Mean spread of the frames."""
+        return fmean(self.spread)
 
     def judge(self) -> list[str]:
         """Sentences about a picture that is none, or that beats or flashes; empty for a sound one. Frames count from
@@ -135,3 +143,18 @@ class FrameLevels:
                     said.append(f"{which} {how} than those beside by {abs(fmean(jumps)):.0%} of full white: a flash")
                     break
         return said
+
+
+def judge_clips(contrasts: Sequence[float]) -> list[str]:
+    """A sentence about clips in a row whose contrast climbs or falls from each to the next: what was handed on went
+    through pixels, or a LoRA works on its own output."""
+    levels = [max(contrast, FLAT) for contrast in contrasts]
+    steps = [later / earlier for earlier, later in itertools.pairwise(levels)]
+    if len(steps) < 2 or not (all(step > 1 for step in steps) or all(step < 1 for step in steps)):
+        return []
+    change = levels[-1] / levels[0]
+    if max(change, 1 / change) < DRIFT:
+        return []
+    figures = ", ".join(f"{contrast:.3f}" for contrast in contrasts)
+    how = "climbs" if change > 1 else "falls"
+    return [f"contrast {how} from clip to clip ({figures}): hand the latents on (H3 Extend Clip), not the frames"]

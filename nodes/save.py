@@ -18,7 +18,7 @@ from .media import FPS, take_frames, take_sound, video_file
 from .references import numbered
 from .render import judged, label_of, looks_sound, original_input, taken_for_decoding, with_original
 from .sockets import CATEGORY, Node, io, video_of_file
-from .stand_ins import FrameList, PictureAsVae, part_of
+from .stand_ins import PictureAsVae, part_of
 
 FOLDER = f"{CATEGORY}/video"
 MANIFEST = "h3_manifest"
@@ -230,10 +230,9 @@ class DecodeAndSave(Node):
                 picture.prepare()
                 notes += decode_video(picture.models.decoders(), clip, sink, teller.steps)
             else:
-                held = FrameList()
-                held.chunks = [video_vae.decode(clip.video)[0]]
-                notes += judged(held.frames())
-                sink.write(take_frames(held.frames(), "frames", notes))
+                frames = video_vae.decode(clip.video)[0]
+                notes += judged(frames)
+                sink.write(take_frames(frames, "frames", notes))
             tags, _ = tags_for(cls, result, [picture, ears])  # the VAEs are loaded by now: they belong to it
             writer.set_metadata(tags)
         if keep:

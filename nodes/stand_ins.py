@@ -142,18 +142,20 @@ class PictureAsVae(_StandIn):
     def frames(self, latent: Tensor, progress=None, notes: list[str] | None = None) -> Tensor:
         """The frames of a latent, [F, H, W, 3] in 0..1 on the CPU; ``progress(done, total)`` per chunk. Sentences about
         the decode go to ``notes``, and to the log where a node of the host asks, which shows none."""
-        from ..h3_runtime import AVLatent, H3Error, decode_video
+        from ..h3_runtime import AVLatent, H3Error, decode_video, pixel_frames
 
         latent = _one(latent, 5, "the video VAE")
         if latent.shape[1] != 24:
             what = "a sound latent" if latent.shape[1] == 32 else "another model's latent"
             raise H3Error(f"the latent has {latent.shape[1]} channels, it is {what}: give the video VAE a video latent")
-        sink = FrameList()
+        count, (height, width) = max(5, pixel_frames(latent.shape[2])), latent.shape[3:]  # the decode judges lengths
+        sink = FrameList(count, 16 * height, 16 * width)
         self.prepare()
         clip = AVLatent(latent, torch.zeros(1, 32, 2, 1))
         said = decode_video(self.part.models.decoders(), clip, sink, progress)
         if notes is not None:
-            notes += said
+            gib = sink.nbytes / 2**30
+            notes += [*said, f"the frames take {gib:.2f} GiB of memory; H3 Decode and Save Video needs none of it"]
         for note in said if notes is None else ():
             host.log.warning("H3 Runtime: %s", note)
         return sink.frames()
@@ -210,17 +212,33 @@ def _one(latent: Tensor, dims: int, who: str) -> Tensor:
 
 
 class FrameList:
-    """A sink that keeps decoded frames: float [1, 3, f, H, W] chunks to [F, H, W, 3]."""
+    """A sink that keeps decoded frames: float [1, 3, f, H, W] chunks to [F, H, W, 3], each held once.
 
-    def __init__(self):
-        self.chunks: list[Tensor] = []
+    H3Error, before anything is decoded, where this machine has not the memory for ``count`` frames.
+    """
+
+    def __init__(self, count: int, height: int, width: int):
+        from ..h3_runtime import H3Error, probe_host
+
+        self.nbytes = count * height * width * 3 * 4
+        free = probe_host().available
+        if self.nbytes > free:
+            raise H3Error(
+                f"{count} frames of {width}x{height} take {self.nbytes / 2**30:.1f} GiB of memory and "
+                f"{free / 2**30:.1f} GiB are free: use H3 Decode and Save Video, which needs none of it"
+            )
+        self.held = torch.empty(count, height, width, 3)
+        self.done = 0
 
     def write(self, frames: Tensor) -> None:
         host.poll()
-        self.chunks.append(frames[0].permute(1, 2, 3, 0).cpu().contiguous())
+        chunk = frames[0].permute(1, 2, 3, 0)  # [f, H, W, 3]
+        self.held[self.done : self.done + len(chunk)] = chunk
+        self.done += len(chunk)
 
     def frames(self) -> Tensor:
-        return torch.cat(self.chunks)
+        assert self.done == len(self.held), (self.done, self.held.shape)
+        return self.held
 
 
 class VaeAsPart:

@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 
 def test_clock_and_text(pack):
@@ -73,3 +74,21 @@ def test_files_are_listed_through_links_and_a_missing_folder_takes_nothing_down(
 
     monkeypatch.setattr(paths, "get_filename_list", missing)
     assert pack.host.folder_files("diffusion_models") == []
+
+
+def test_decoded_frames_are_held_once_or_refused_before_the_decode(pack, monkeypatch):
+    kept = pack.stand_ins.FrameList(22, 64, 96)
+    place = kept.held.data_ptr()
+    for count in (17, 5):
+        kept.write(torch.full((1, 3, count, 64, 96), count / 100))
+    frames = kept.frames()
+    assert frames.data_ptr() == place and frames.shape == (22, 64, 96, 3), "no second copy"
+    assert frames[16].unique().tolist() == pytest.approx([0.17]) and frames[17].unique().tolist() == pytest.approx(
+        [0.05]
+    )
+    home = sys.modules[pack.h3.probe_host.__module__]
+    monkeypatch.setattr(home, "system_memory", lambda: (64 << 30, 1 << 30))
+    with pytest.raises(
+        pack.h3.H3Error, match=r"362 frames of 1344x768 take 4\.2 GiB .* 1\.0 GiB are free: use H3 Decode"
+    ):
+        pack.stand_ins.FrameList(362, 768, 1344)

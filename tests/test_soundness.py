@@ -9,6 +9,7 @@ import json
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,8 +17,10 @@ from h3_runtime import cli
 from h3_runtime.decode import Decoder, decode_video
 from h3_runtime.demo.maker import make_model
 from h3_runtime.job import AVLatent
+from h3_runtime.media import Mp4Writer
+from h3_runtime.media.join import Take, join_files
 from h3_runtime.sampler import sample
-from h3_runtime.soundness import FrameLevels
+from h3_runtime.soundness import FrameLevels, judge_clips
 
 FRAMES = 73
 
@@ -124,3 +127,34 @@ def test_a_clip_of_the_command_line_tells_it_too(tmp_path, capsys, monkeypatch):
     assert "note: WARNING: the picture latent is pure noise" in words
     report = json.loads((tmp_path / "noise.report.json").read_text())
     assert any(note.startswith("WARNING: the picture latent is pure noise") for note in report["notes"])
+
+
+# ---- clips in a row
+
+
+@pytest.mark.parametrize(
+    "contrasts, words",
+    [
+        ([0.18, 0.19, 0.22, 0.25], r"climbs from clip to clip \(0\.180, 0\.190, 0\.220, 0\.250\)"),
+        ([0.25, 0.22, 0.18], "falls from clip to clip"),
+        ([0.18, 0.25, 0.2, 0.26], None),
+        ([0.18, 0.185, 0.19], None),
+        ([0.1, 0.3], None),
+        ([0.0, 0.0, 0.0], None),
+    ],
+)
+def test_contrast_that_climbs_from_clip_to_clip_is_told(contrasts, words):
+    said = judge_clips(contrasts)
+    assert len(said) == (words is not None) and (words is None or re.search(words, said[0])), said
+
+
+def test_and_where_clips_are_joined(tmp_path):
+    generator, takes = np.random.default_rng(0), []
+    for index, spread in enumerate((20, 40, 60)):
+        pixels = generator.integers(128 - spread, 128 + spread, (5, 32, 64, 1), dtype=np.uint8).repeat(3, 3)
+        with Mp4Writer(tmp_path / f"{index}.mp4", 64, 32) as writer:
+            writer.write(pixels)
+        takes.append(Take(writer.path))
+    _, _, notes = join_files(takes, tmp_path / "all.mp4")
+    assert any("contrast climbs from clip to clip" in note for note in notes)
+    assert not any("contrast" in note for note in join_files(takes[:1] * 3, tmp_path / "same.mp4")[2])

@@ -17,6 +17,7 @@ import torch
 
 from ..errors import H3Error
 from ..geometry import AUDIO_CHANNELS, SAMPLE_RATE, audio_samples
+from ..soundness import FrameLevels, judge_clips
 from ..unfinished import part_path
 from .clips import stream_frames
 from .files import check_output_path, open_media, publish
@@ -51,11 +52,11 @@ def join_files(
     out = check_output_path(out)
     if not takes:
         raise H3Error("no clip to join was given: give at least one")
-    notes, sounds, total = [], [], 0
+    notes, sounds, total, contrasts = [], [], 0, []
     height, width = next(stream_frames(takes[0].path, 1, takes[0].start_seconds)).shape[:2]
     with Mp4Writer(out, width, height, metadata=metadata, encoding=encoding or Encoding()) as writer:
         for done, take in enumerate(takes, start=1):
-            before = total
+            before, levels = total, FrameLevels()
             for picture in stream_frames(take.path, take.max_frames, take.start_seconds):
                 if picture.shape[:2] != (height, width):
                     raise H3Error(
@@ -63,13 +64,15 @@ def join_files(
                         "only clips of one size can be joined; resize one first"
                     )
                 writer.write(picture[None])
+                levels.add(torch.from_numpy(picture).permute(2, 0, 1)[None, :, None].float() / 255)
                 total += 1
+            contrasts += [levels.contrast] if levels.spread else []
             samples = audio_samples(total) - audio_samples(before)
             sounds.append(_sound_of(take, samples, notes))
             if progress is not None:
                 progress(done, len(takes))
         writer.set_audio(torch.cat(sounds, dim=1))
-    return writer.path, total, (*notes, *writer.notes)
+    return writer.path, total, (*notes, *judge_clips(contrasts), *writer.notes)
 
 
 def copy_tracks(source: str | os.PathLike, target: str | os.PathLike, metadata: dict[str, str] | None = None) -> Path:
