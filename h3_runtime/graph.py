@@ -194,7 +194,7 @@ class Part:
     def check(self, job: RenderJob) -> None:
         """H3Error for a job that this DiT cannot run; only headers are read."""
         needed = "ref2va" if job.references else "fl2va"
-        if self.partition not in (needed, "unknown"):
+        if self.partition not in (needed, "both", "unknown"):
             names = {"fl2va": "FL2VA", "ref2va": "Ref2VA"}
             what = "references need" if job.references else "a prompt without references needs"
             raise H3Error(

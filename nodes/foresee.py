@@ -60,7 +60,7 @@ def render_of(up: Upstream, step: Step):
     seen = up.latent(given, frames=int(up.value(given, "frames", 124)))
     condition = condition_of(up, given, seen.canvas)
     needed = "ref2va" if condition.references else "fl2va"
-    if dit.partition not in (needed, "unknown"):
+    if dit.partition not in (needed, "both", "unknown"):
         names = {"fl2va": "FL2VA", "ref2va": "Ref2VA"}
         raise H3Error(f"{names[needed]} weights are needed here, and {dit.name} holds {names[dit.partition]} weights")
     levels = gradient_levels(MASK_VALUES) if seen.masks else ()

@@ -216,9 +216,8 @@ class LoadModel(Node):
         partition = {
             "fl2va": "FL2VA weights (text, first and last frame, guides)",
             "ref2va": "Ref2VA weights (references)",
+            "both": "weights for text, first and last frame, guides and references",
         }.get(part.partition, "weights of an unknown partition: FL2VA or Ref2VA cannot be told from this file")
-        if model == CARRIED:
-            partition = "serves text, first and last frame, guides and references"
         return cls.report([partition, *notes], part)
 
 

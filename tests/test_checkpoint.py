@@ -237,7 +237,7 @@ def test_partition_signs(tmp_path, repositories):
     assert partition(write_file(tmp_path / "h3_fl2v_turbo.safetensors", plain)).partition == "fl2va"
     # renamed: nothing is guessed
     both = write_file(tmp_path / "ref2va_too.safetensors", plain, metadata={"h3_runtime.partition": "fl2va ref2va"})
-    assert partition(both).partition == "unknown" and not partition(both).notes  # it says that it serves either
+    assert partition(both).partition == "both" and not partition(both).notes  # it says that it serves either
     info = partition(write_file(tmp_path / "model.safetensors", plain))
     assert info.partition == "unknown" and any("partition unknown" in note for note in info.notes)
     # metadata survives a wrong name, and the contradiction is told

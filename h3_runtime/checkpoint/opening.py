@@ -29,6 +29,7 @@ CONFIG_KEY = "h3_runtime.config"  # our own files carry their configuration unde
 PARTITION_KEYS = ("h3_runtime.partition", "partition", "modelspec.title")
 DIFFUSERS_SIGNS = ("model_index.json", "modular_model_index.json", "transformer_ref")
 PARTITIONS = ("fl2va", "ref2va")
+BOTH = "both"  # one file that serves either
 
 # config.json of a diffusers or official folder -> our setting, for what no tensor shape tells
 CONFIG_NAMES: dict[str, dict[str, str]] = {
@@ -321,17 +322,16 @@ def _tupled(value: Any) -> Any:
 
 
 def find_partition(source: TensorSource) -> tuple[str, list[str]]:
-    """fl2va, ref2va or unknown, and notes. The two have the same tensors: only what is written around them tells.
+    """fl2va, ref2va, both or unknown, and notes. The two have the same tensors: only what is written around them tells.
 
-    A file whose metadata names both serves either: unknown, and nothing to note. In this order: the file's metadata;
-    model_index.json of the official folder; folder names; the file's name. A later sign that contradicts an earlier one
-    is noted.
+    A file whose metadata names both serves either. In this order: the file's metadata; model_index.json of the official
+    folder; folder names; the file's name. A later sign that contradicts an earlier one is noted.
     """
     path = Path(os.path.abspath(source.path))
     folder = path if path.is_dir() else path.parent
     signs: list[tuple[str, str]] = []
     if any(source.metadata.get(key, "").split() == list(PARTITIONS) for key in PARTITION_KEYS):
-        return "unknown", []
+        return BOTH, []
     for key in PARTITION_KEYS:
         signs += [(word, f"metadata {key}") for word in _partitions_in(source.metadata.get(key, ""))]
     index = folder.parent / "model_index.json"
@@ -358,7 +358,7 @@ def wrong_partition(partition: str, task: str) -> str | None:
     """What to say when ``task`` (t2va, fl2va, ref2va) runs on weights of another partition; None when they go together
     or nothing tells."""
     needed = "ref2va" if task == "ref2va" else "fl2va"
-    if partition in ("unknown", needed):
+    if partition in ("unknown", BOTH, needed):
         return None
     return (
         f"the task {task} needs {needed} weights and these are {partition}: all tensors fit, but they were trained for "

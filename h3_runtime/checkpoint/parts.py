@@ -18,7 +18,7 @@ from pathlib import Path
 from ..errors import CheckpointError, H3Error
 from .formats import FORMATS
 from .gguf_file import open_weights
-from .opening import find_partition, sort_names
+from .opening import BOTH, find_partition, sort_names
 from .reader import listed
 from .text_layout import is_text_encoder
 
@@ -48,7 +48,7 @@ class PartPaths:
     def dit_for(self, task: str) -> DiTPath:
         """The DiT for a task (t2va and fl2va need fl2va weights, ref2va its own). H3Error when none or several fit."""
         needed = "ref2va" if task == "ref2va" else "fl2va"
-        for partition in (needed, "unknown"):
+        for partition in (needed, BOTH, "unknown"):
             fitting = [dit for dit in self.dits if dit.partition == partition]
             if len(fitting) == 1:
                 return fitting[0]

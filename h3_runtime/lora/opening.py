@@ -153,7 +153,7 @@ class LoraFile:
     ) -> list[str]:
         """What does not go together: this LoRA and a base of ``partition``, a step count (model calls) and shifts."""
         said = []
-        if "unknown" not in (partition, self.partition) and partition != self.partition:
+        if not {"unknown", "both"} & {partition, self.partition} and partition != self.partition:
             said.append(
                 f"{self.name} was made for {self.partition} weights and the base is {partition}: all names fit and the "
                 f"result degrades; use a {partition} LoRA or the {self.partition} base"
