@@ -551,6 +551,8 @@ def test_the_command_line_renders_lists_and_checks(out, tmp_path, capsys, monkey
         assert values["partition"] == "not told" and "4 GPUs" in words
         status, rows, words = run("engine", "check", "farm", capsys=capsys)
         assert status == 0 and "masks of picture and sound" in words
+        monkeypatch.setenv("H3_ENGINE_ENV_NAMED", f"vllm-omni {other.url} 0.30.0")
+        assert run("engine", "check", "env-named", capsys=capsys)[0] == 0
         monkeypatch.setenv("H3_ENGINE_NEW", f"vllm-omni {other.url}")
         status, rows, words = run("engine", "check", "new", capsys=capsys)
         assert status == 1 and 'write it there once: "version": "0.30.0"' in words

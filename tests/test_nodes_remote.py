@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from h3_runtime.media import read_clip, read_metadata
 
 from .engine_server import clip_bytes, serving
+from .workflow_graphs import SERVER, against_a_server
 
 KEY = "sk-secret-0123456789"
 SMALL = {"width": 96, "height": 96, "seconds": 4.458, "steps": 3}
@@ -165,3 +167,38 @@ def test_the_picker_holds_names_only_and_the_badge_tells_the_engine(pack, server
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("H3_ENGINES", str(pack.base / "broken.json"))
         assert pack.remote.server_names() == ["no server set up"], "broken settings must not take the nodes away"
+
+
+def as_queued(pack, workflow) -> dict:
+    """A described workflow in the API's form; a list that nothing is chosen from stands at its first entry."""
+    boxes = {box.name: box for box in workflow.boxes if not box.type.endswith("Note")}
+    outputs, firsts = {}, {}
+    for node in importlib.import_module(f"{pack.name}.nodes").node_classes():
+        schema = node.define_schema()
+        outputs[schema.node_id] = [output.display_name for output in schema.outputs]
+        lists = [field for field in schema.inputs if not field.optional and getattr(field, "options", None)]
+        firsts[schema.node_id] = {field.id: field.options[0] for field in lists}
+    made = {}
+    for name, box in boxes.items():
+        links = {key: [source, outputs[boxes[source].type].index(slot)] for key, (source, slot) in box.links.items()}
+        widgets = {key: value for key, value in box.widgets.items() if key != "control_after_generate"}
+        made[name] = {"class_type": box.type, "inputs": {**firsts[box.type], **widgets, **links}}
+    return made
+
+
+def test_the_workflow_of_here_against_a_server(pack, servers):
+    """Its graph with a server of the name that it holds; smaller, for time, and shorter here than a server can."""
+    graph = as_queued(pack, against_a_server())
+    graph["empty"]["inputs"] |= {"width": 64, "height": 32, "seconds": 0.9}
+    for name in ("sampler", "far"):
+        graph[name]["inputs"]["steps"] = 2
+    with serving("vllm-omni", looks=1) as stand:
+        servers(**{SERVER: stand})
+        clip_bytes(64, 32, 107)
+        done = pack.walk(graph)
+        asked = next(iter(stand.jobs.values())).asked["texts"]
+    assert (asked["width"], asked["height"], asked["quality"], asked["seed"]) == ("64", "32", "high", "1")
+    report = done["compare"][0]
+    assert "measured after H.264/AAC, 22 frames" in report
+    assert "A: here, lossless  APPROXIMATE" in report  # two steps
+    assert "B: server, high  APPROXIMATE (vLLM-Omni quality high, remote, not verified here)" in report

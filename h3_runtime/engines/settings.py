@@ -3,7 +3,7 @@
     engines.json  {"studio": {"engine": "sglang", "origin": "http://127.0.0.1:30010"},        H3_ENGINES, else the
                    "farm": {"engine": "vllm-omni", "origin": "https://gpu.example",            user's settings folder
                             "key": "...", "version": "0.30.0"}}
-    environment   H3_ENGINE_STUDIO="sglang http://127.0.0.1:30010"   H3_ENGINE_STUDIO_KEY="..."
+    environment   H3_ENGINE_STUDIO="sglang http://127.0.0.1:30010"   H3_ENGINE_STUDIO_KEY="..."   (a version may follow)
                       └─▶ Servers: {name: Server}, {name: why it cannot be used}
 
 A key belongs to its origin: it goes over https, or over plain http to this machine itself, and nowhere else.
@@ -157,8 +157,9 @@ def load_servers(environment: Mapping[str, str] = os.environ) -> Servers:
         name = variable[len(PREFIX) :].lower().replace("_", "-")
         if not variable.startswith(PREFIX) or variable.endswith("_KEY") or not NAME.fullmatch(name):
             continue
-        engine, _, origin = text.strip().partition(" ")
-        entries[name] = {"engine": engine, "origin": origin, "key": environment.get(f"{variable}_KEY", "")}
+        engine, origin, version, *_ = [*text.split(), "", "", ""]
+        entries[name] = {"engine": engine, "origin": origin, "version": version}
+        entries[name]["key"] = environment.get(f"{variable}_KEY", "")
         sources[name] = f"environment {variable}"
     if any(
         isinstance(entry, dict) and entry.get("key") for name, entry in entries.items() if sources[name] == path.name
