@@ -93,7 +93,8 @@ def load_shipment(request: RenderRequest, quality: str, outputs: int) -> Shipmen
     source = None
     if placement.masks is not None:
         source = _source(placement.source)
-        notes.append(f"{source.name} is sent as H.264: what is kept of it has gone through an encoder once")
+        kept = "what is kept of it comes back through two encoders and the server's VAEs"
+        notes.append(f"{source.name} is sent as H.264: {kept}")
     elif request.source is not None:
         notes.append("the masks make all of the picture and sound anew: the source is not sent")
     seen = [_shown(thing.kind, thing.name) for thing in references]
