@@ -102,6 +102,14 @@ CASES = {  # prompt: (texts between the embeddings, names found)
 PLAIN = ["a,embedding:noir b", "(embedding:noir:0.8)", "no names at all", "embedding:", "an embedding: ", ""]
 
 
+@pytest.mark.parametrize(
+    "word", ["a,embedding:noir", "(embedding:noir:0.8)", "embedding", "an_embedding:", "embedding:noir"]
+)
+def test_a_name_that_is_not_read_is_told(encoder, word):
+    said = [note for note in encoder.encode(f"a cat {word} here").notes if "weights of words are not read" in note]
+    assert len(said) == (word[0] in "a(" and "noir" in word) and all(repr(word) in note for note in said)
+
+
 @pytest.mark.parametrize("prompt", CASES)
 def test_names_are_read_as_comfyui_reads_them(embeddings, prompt):
     texts, names = CASES[prompt]

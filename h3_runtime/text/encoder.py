@@ -314,6 +314,13 @@ def _notes(prompt: str, presented: PresentedPrompt, embeddings_read: bool) -> tu
         notes.append(
             "'embedding:' in the prompt was encoded as plain words: name the folder of embeddings (--embeddings DIR)"
         )
+    for word in prompt.split():
+        before, _, name = word.partition("embedding:")
+        if before and name.strip(":.,()[]"):
+            notes.append(
+                f"{word!r} was encoded as plain words: an embedding's name follows a space or begins a line, and "
+                "weights of words are not read"
+            )
     return tuple(notes + lint_prompt(prompt))
 
 
