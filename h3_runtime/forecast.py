@@ -20,7 +20,7 @@ from .graph import Part, add_foreign
 from .lora import Lora
 from .memory.rows import RenderSizes
 from .models.attention import CANONICAL
-from .render import LabelFacts, beyond_of, casts_up, reasons_of
+from .render import TILE_BATCH, LabelFacts, beyond_of, casts_up, reasons_of
 from .solvers import SOLVERS
 from .text.encoder import open_weights
 
@@ -122,9 +122,10 @@ def foresee(dit: Part, info: CheckpointInfo, job: Foreseen) -> Fidelity:
     )
 
 
-def with_decoders(fidelity: Fidelity, infos: Iterable[CheckpointInfo]) -> Fidelity:
-    """The label with the VAEs that decode the render."""
+def with_decoders(fidelity: Fidelity, infos: Iterable[CheckpointInfo], tile_batch: int = 1) -> Fidelity:
+    """The label with the VAEs that decode the render, ``tile_batch`` tiles at once."""
     infos = list(infos)
     reasons = {part.name: part.reason for part in fidelity.parts} | reasons_of(infos)
     names = [part.name for part in fidelity.parts] + [path for info in infos for path in info.paths]
+    names += [TILE_BATCH] if tile_batch > 1 else []
     return compose(names, fidelity.beyond, fidelity.compute, reasons)

@@ -38,7 +38,7 @@ from .model import RESIDENT, Loading, Models, check_device
 from .pressure import sample_under_pressure
 from .recovery import RecoveryFolder
 from .references import Encoder
-from .render import RenderResult, condition_text, encode, find_run, label, run_fingerprint
+from .render import TILE_BATCH, RenderResult, condition_text, encode, find_run, label, run_fingerprint
 from .request import Media, RenderRequest
 from .sampler import SampleResult
 from .text.conditions import MadeCondition
@@ -501,8 +501,8 @@ def weakest(labels: Iterable[Fidelity]) -> Fidelity:
     return Fidelity(parts, beyond, next((label.compute for label in labels if label.compute), ""))
 
 
-def with_parts(result: RenderResult, parts: Iterable[Part]) -> RenderResult:
-    """The result with the VAEs that decode it: they belong to its label and manifest."""
+def with_parts(result: RenderResult, parts: Iterable[Part], tile_batch: int = 1) -> RenderResult:
+    """The result with the VAEs that decode it, ``tile_batch`` tiles at once: they belong to its label and manifest."""
     infos, names = dict(result.infos), [part.name for part in result.fidelity.parts]
     reasons = {part.name: part.reason for part in result.fidelity.parts}
     for part in parts:
@@ -513,5 +513,7 @@ def with_parts(result: RenderResult, parts: Iterable[Part]) -> RenderResult:
         names += info.paths
         if info.approximate:
             reasons |= dict.fromkeys(info.paths, info.approximate)
+    names += [TILE_BATCH] if tile_batch > 1 else []
     fidelity = compose(names, result.fidelity.beyond, result.fidelity.compute, reasons)
-    return replace(result, infos=infos, fidelity=fidelity)
+    request = replace(result.request, tile_batch=tile_batch)
+    return replace(result, infos=infos, fidelity=fidelity, request=request)

@@ -201,6 +201,7 @@ def choose_placement(request: RenderRequest, placed: Placement, models: Models) 
     return models.follow(made)
 
 
+TILE_BATCH = "video-vae/tile-batch"
 FEW_FORWARDS = 12  # below this, a model that was not trained for few forwards gives noise or mush
 
 
@@ -489,7 +490,7 @@ class LabelFacts:
         names += [] if shifts else ["schedule/shifts"]
         names += ["schedule/reference"] if steps and shifts else []
         names += ["video-vae/float32", "video-vae/chunk-stream", "audio-vae/float32"]
-        names += ["video-vae/tile-batch"] if self.tile_batch > 1 else []
+        names += [TILE_BATCH] if self.tile_batch > 1 else []
         names += [path for info in self.infos.values() for path in info.paths]
         names += ["resume/state"] if self.state else []
         return compose(names, beyond, "fp32 compute" if self.cast else "", reasons_of(self.infos.values()))

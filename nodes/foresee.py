@@ -178,7 +178,8 @@ def _of_clip(up: Upstream, step: Step):
     made = [foreseen_label(up, up.at(render)) for render in dict.fromkeys(renders)]
     vaes = [up.part(step.inputs, name) for name in ("video_vae", "audio_vae")]
     fidelity = made[0] if len(made) == 1 else weakest(made)
-    return with_decoders(fidelity, [described(vae) for vae in vaes if vae is not None])
+    batch = int(up.value(step.inputs, "tile_batch", 1)) if vaes[0] is not None else 1
+    return with_decoders(fidelity, [described(vae) for vae in vaes if vae is not None], batch)
 
 
 LABELS = {

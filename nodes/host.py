@@ -115,6 +115,15 @@ def vocabulary_folder() -> Path:
     return Path(inspect.getfile(management)).parent / "text_encoders" / "qwen25_tokenizer"
 
 
+def converted_folder() -> Path:
+    """Where converted weights are kept: a folder that extra_model_paths.yaml names ``h3_converted``, else
+    models/h3_converted. It need not exist."""
+    try:
+        return Path(folder_paths.get_folder_paths("h3_converted")[0])
+    except Exception:  # the host knows no such kind
+        return Path(folder_paths.models_dir) / "h3_converted"
+
+
 def temp_folder() -> Path:
     return Path(folder_paths.get_temp_directory())
 

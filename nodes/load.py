@@ -82,13 +82,27 @@ def settled_precision(name: str, precision: str) -> str:
     return precision
 
 
-def loading_of(kind: str, quantise: str, place: str = "auto"):
+def loading_of(kind: str, quantise: str, place: str = "auto", keep_converted: bool = False):
     """How the weights of a part are brought in, as the widgets of its loader say it."""
-    from ..h3_runtime import Loading, Placement
+    from ..h3_runtime import H3Error, Loading, Placement
 
-    placement = None if place == "auto" else Placement(place, adaln=place)
+    converted = str(host.converted_folder()) if keep_converted else ""
+    if converted and place in ("resident", "ram"):
+        raise H3Error(
+            f"keep_converted is for blocks from disk, and place is {place}: switch it off, or take disk or auto"
+        )
+    placement = None if place == "auto" else Placement(place, adaln=place, converted=converted)
     word = "text" if kind == "text_encoder" else kind
-    return Loading(quantise=asked_of(word, quantise), placement=placement)
+    return Loading(quantise=asked_of(word, quantise), placement=placement, converted=converted)
+
+
+def make_folder(folder: Path) -> None:
+    from ..h3_runtime import H3Error
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise H3Error(f"{folder} cannot be made ({error.strerror}): switch keep_converted off") from None
 
 
 def open_part(kind: str, name: str, precision: str = "as stored", layout: str = "detect", loading=None):
@@ -121,10 +135,11 @@ def foreseen_part(
     layout: str = "detect",
     quantise: str = "no",
     place: str = "auto",
+    keep_converted: bool = False,
 ):
     """A Part to foresee with, apart from those that run: nothing is ever loaded into it. ``stamp`` changes when the
     file does."""
-    loading = None if kind == "audio_vae" else loading_of(kind, quantise, place)
+    loading = None if kind == "audio_vae" else loading_of(kind, quantise, place, keep_converted)
     return open_part(kind, name, precision, layout, loading)[0]
 
 
@@ -196,6 +211,14 @@ class LoadModel(Node):
                     "The result is "
                     "the same to the bit; auto takes the fastest that fits.",
                 ),
+                io.Boolean.Input(
+                    "keep_converted",
+                    optional=True,
+                    default=False,
+                    tooltip="For blocks from disk whose bytes need work first (quantised here, or reordered): done "
+                    "once and kept in models/h3_converted, a file as large as the weights, in place of anew at every "
+                    "step.",
+                ),
             ],
             outputs=[H3Model.Output(display_name="model")],
             hidden=[io.Hidden.unique_id],
@@ -211,8 +234,11 @@ class LoadModel(Node):
 
     @classmethod
     @host.runtime_mode
-    def execute(cls, model, precision="as stored", layout="detect", quantise="no", place="auto"):
-        part, notes = open_part("dit", model, precision, layout, loading_of("dit", quantise, place))
+    def execute(cls, model, precision="as stored", layout="detect", quantise="no", place="auto", keep_converted=False):
+        loading = loading_of("dit", quantise, place, keep_converted)
+        if loading.converted:
+            make_folder(Path(loading.converted))
+        part, notes = open_part("dit", model, precision, layout, loading)
         partition = {
             "fl2va": "FL2VA weights (text, first and last frame, guides)",
             "ref2va": "Ref2VA weights (references)",

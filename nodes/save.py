@@ -16,7 +16,16 @@ from . import host
 from .av_latent import take_latent
 from .media import FPS, take_frames, take_sound, video_file
 from .references import numbered
-from .render import judged, label_of, looks_sound, original_input, taken_for_decoding, with_original
+from .render import (
+    judged,
+    label_of,
+    looks_sound,
+    original_input,
+    settled_batch,
+    taken_for_decoding,
+    tile_batch_input,
+    with_original,
+)
 from .sockets import CATEGORY, Node, io, video_of_file
 from .stand_ins import PictureAsVae, part_of
 
@@ -67,13 +76,13 @@ def file_outputs():
     ]
 
 
-def tags_for(node, result, parts=()) -> tuple[dict[str, str], Any]:
+def tags_for(node, result, parts=(), tile_batch: int = 1) -> tuple[dict[str, str], Any]:
     """(metadata of the file, the render's Fidelity or None): workflow, prompt and, for a render of ours, manifest."""
     from ..h3_runtime import dump, make_manifest, with_parts
 
     tags, label = host.workflow_tags(node.hidden), None
     if result is not None:
-        whole = with_parts(result, parts)
+        whole = with_parts(result, parts, tile_batch)
         label = whole.fidelity
         if host.metadata_allowed():
             tags[MANIFEST] = dump(make_manifest(whole))
@@ -179,6 +188,7 @@ class DecodeAndSave(Node):
                 lossless_input(),
                 keep_frames_input(),
                 original_input(),
+                tile_batch_input(),
             ],
             outputs=file_outputs(),
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
@@ -204,6 +214,7 @@ class DecodeAndSave(Node):
         canvas, clip = taken.canvas, taken.clip
         result = None if taken.carried is None else taken.carried.result
         picture, ears = part_of(video_vae, "video_vae"), part_of(audio_vae, "audio_vae")
+        batch = settled_batch(options.get("tile_batch", 1), picture, notes)
         path, shown = host.output_file(filename_prefix, ".mp4", canvas.width, canvas.height)
         wave = None
         try:
@@ -228,27 +239,28 @@ class DecodeAndSave(Node):
             teller = host.Teller(cls, 1, "decoding the picture")
             if isinstance(picture, PictureAsVae):
                 picture.prepare()
-                notes += decode_video(picture.models.decoders(), clip, sink, teller.steps)
+                notes += decode_video(picture.models.decoders(batch), clip, sink, teller.steps)
             else:
                 frames = video_vae.decode(clip.video)[0]
                 notes += judged(frames)
                 sink.write(take_frames(frames, "frames", notes))
-            tags, _ = tags_for(cls, result, [picture, ears])  # the VAEs are loaded by now: they belong to it
+            tags, _ = tags_for(cls, result, [picture, ears], batch)  # the VAEs are loaded by now: they belong to it
             writer.set_metadata(tags)
         if keep:
-            notes += keep_report(writer.path, result, [picture, ears], notes)
+            notes += keep_report(writer.path, result, ([picture, ears], batch), notes)
         forget(result)
         notes += [*writer.notes, f"saved {writer.path.name}: {canvas.num_frames} frames ({canvas.seconds:.3f} s)"]
-        return done(cls, writer.path, shown, notes, label_of(taken, [picture, ears]), looks_sound(notes))
+        return done(cls, writer.path, shown, notes, label_of(taken, [picture, ears], batch), looks_sound(notes))
 
 
-def keep_report(path: Path, result, parts, notes: list[str]) -> list[str]:
-    """Beside a file whose frames are kept: the report of its render, from which a comparison takes label and costs."""
+def keep_report(path: Path, result, decoded: tuple, notes: list[str]) -> list[str]:
+    """Beside a file whose frames are kept: the report of its render, from which a comparison takes label and costs.
+    ``decoded``: (VAEs, tiles at once) that made the frames."""
     from ..h3_runtime import kept_path, make_report, with_parts
 
     size = kept_path(path).stat().st_size / 2**20
     if result is not None:
-        report = json.dumps(make_report(with_parts(result, parts), notes), indent=1, ensure_ascii=False)
+        report = json.dumps(make_report(with_parts(result, *decoded), notes), indent=1, ensure_ascii=False)
         path.with_suffix(".report.json").write_text(report, encoding="utf-8")
     return [f"{kept_path(path).name} keeps the frames as before encoding ({size:.1f} MiB)"]
 

@@ -139,9 +139,10 @@ class PictureAsVae(_StandIn):
     def decode_tiled(self, latent: Tensor, **tiles) -> Tensor:
         return self.decode(latent)
 
-    def frames(self, latent: Tensor, progress=None, notes: list[str] | None = None) -> Tensor:
-        """The frames of a latent, [F, H, W, 3] in 0..1 on the CPU; ``progress(done, total)`` per chunk. Sentences about
-        the decode go to ``notes``, and to the log where a node of the host asks, which shows none."""
+    def frames(self, latent: Tensor, progress=None, notes: list[str] | None = None, batch: int = 1) -> Tensor:
+        """The frames of a latent, [F, H, W, 3] in 0..1 on the CPU; ``progress(done, total)`` per chunk; ``batch`` tiles
+        at once. Sentences about the decode go to ``notes``, and to the log where a node of the host asks, which shows
+        none."""
         from ..h3_runtime import AVLatent, H3Error, decode_video, pixel_frames
 
         latent = _one(latent, 5, "the video VAE")
@@ -152,7 +153,7 @@ class PictureAsVae(_StandIn):
         sink = FrameList(count, 16 * height, 16 * width)
         self.prepare()
         clip = AVLatent(latent, torch.zeros(1, 32, 2, 1))
-        said = decode_video(self.part.models.decoders(), clip, sink, progress)
+        said = decode_video(self.part.models.decoders(batch), clip, sink, progress)
         if notes is not None:
             gib = sink.nbytes / 2**30
             notes += [*said, f"the frames take {gib:.2f} GiB of memory; H3 Decode and Save Video needs none of it"]

@@ -129,6 +129,7 @@ class Upstream:
             return None
         chosen = self.value(given, "model", None)
         words = ("precision", "as stored"), ("layout", "detect"), ("quantise", "no"), ("place", "auto")
+        words += (("keep_converted", False),)
         return self._part("dit", chosen, *(self.value(given, word, default) for word, default in words))
 
     def part(self, inputs: dict, name: str):
