@@ -205,7 +205,7 @@ def page_of(
         clips=[Shown(f"{c.file}.mp4", c.title, one.result.fidelity.title) for c, one in taken.items()],
         after=[
             "The last clip stands beside them: its first frame, a picture in the middle and a sound are given.",
-            f"Measured on this machine: {here['processor']}, {here['threads']} threads, {here['device']}, torch "
+            f"Measured on this machine: {here['processor']}, threads: {here['threads']}, {here['device']}, torch "
             f"{here['torch']}. A model as small as this shows what the paths do, not what they save on a real one.",
             next(iter(made.values())).data["says"],
         ],
