@@ -25,7 +25,8 @@ BUSY = 0.05  # share of the cores that other programs took, above which a time i
 MARK = "*"
 FILES = ("paths.html", "paths.md", "paths.json")
 HEAD = (
-    "path", "label", "DiT calls", *(f"{stage} s" for stage in STAGES), "times as fast", "peak VRAM GiB", "peak RAM GiB",
+    "path", "label", "DiT calls", *(f"{stage} s" for stage in STAGES), "times as fast", "CPU time of denoise s",
+    "peak VRAM GiB", "peak RAM GiB",
     "PSNR dB", "PSNR worst frame dB", "SSIM", "sound: STFT distance", "sound: log-spectral dB", "sound: SNR dB",
 )  # fmt: skip
 
@@ -33,7 +34,8 @@ HEAD = (
 @dataclass(frozen=True)
 class PathRow:
     """One way over all its cells: medians, of memory the highest. ``measured`` of ``asked`` cells; ``failed``: the
-    first one's sentence. ``faster``: how often its denoising fits into the lossless one's."""
+    first one's sentence. ``faster``: how often its denoising fits into the lossless one's; ``cpu``:
+    processor seconds of denoising, which other programs hardly change."""
 
     way: str
     asked: int
@@ -43,6 +45,7 @@ class PathRow:
     dit_calls: Measured
     seconds: dict[str, Measured]
     faster: Measured
+    cpu: Measured
     vram: Measured
     host: Measured
     figures: dict[str, Measured]
@@ -84,6 +87,7 @@ def rows_of(bench: Bench, cells: Sequence[dict[str, Any]]) -> list[PathRow]:
                 dit_calls=middle(cell["dit_calls"] for cell in good),
                 seconds=seconds,
                 faster=base / seconds["denoise"] if both else not_measured("no lossless time"),
+                cpu=middle(cell["cpu_seconds"]["denoise"] for cell in good),
                 vram=_highest(cell["device_bytes_peak"] for cell in good),
                 host=_highest(cell["host_bytes_peak"] for cell in good),
                 figures=figures,
@@ -131,6 +135,7 @@ def cells_of(row: PathRow) -> list[str]:
         f"{row.dit_calls:g}",
         *(f"{row.seconds[stage]:.2f}{mark}" for stage in STAGES),
         f"{row.faster:.2f}{mark}" if is_number(row.faster) else "-",
+        f"{row.cpu:.2f}" if is_number(row.cpu) else "-",
         f"{row.vram:.2f}" if is_number(row.vram) else "-",
         f"{row.host:.2f}" if is_number(row.host) else "-",
         *(_figure(value) for value in row.figures.values()),
@@ -234,6 +239,7 @@ def results(bench: Bench, cells: Sequence[dict[str, Any]]) -> list[dict[str, Any
         made.append({"name": f"paths/{row.way}/label", "value": row.label, "unit": "", "failed": row.failed})
         made.append({"name": f"paths/{row.way}/dit_calls", "value": row.dit_calls, "unit": "forwards"})
         made += [{"name": f"paths/{row.way}/seconds/{s}", "value": v, "unit": "s"} for s, v in row.seconds.items()]
+        made.append({"name": f"paths/{row.way}/cpu_seconds/denoise", "value": row.cpu, "unit": "s"})
         made.append({"name": f"paths/{row.way}/peak_vram", "value": row.vram, "unit": "GiB"})
         made.append({"name": f"paths/{row.way}/peak_host", "value": row.host, "unit": "GiB"})
         units = {name: unit for name, _, unit in FIGURES}

@@ -144,6 +144,7 @@ def test_the_table_in_three_forms(finished):
     html = page.read_text("utf-8")
     assert html.count("<svg") == 2 and html.count("<circle") == 6, "three paths in each plot"
     named = {row["name"]: row["value"] for row in results(bench, cells)}
+    assert 0 < named["paths/steps=1/cpu_seconds/denoise"] < named["paths/lossless/cpu_seconds/denoise"]
     assert named["paths/steps=1/dit_calls"] == 1 and named["paths.html"] == str(page.resolve())
 
 
