@@ -384,7 +384,10 @@ def refusals() -> dict[str, tuple[dict, str]]:
         "denoise of nothing": ({**base, "sampler": sampler(denoise=0.5)}, "denoise 0.5 starts from a clip"),
         "swapped VAEs": (swapped, "the other output of H3 Load VAEs"),
         "another rate": (slow, "24"),
-        "references on FL2VA": ({**base, "prompt": wrong}, "Ref2VA"),
+        "references on FL2VA": (
+            {**base, "prompt": wrong, "model": node("H3RuntimeLoadModel", model="dit.safetensors")},  # of FL2VA weights
+            "Ref2VA",
+        ),
         "guide past the end": (
             {**base, "guided": node("H3RuntimeAddGuide", positive=["prompt", 0], latent=["empty", 0], frame=400,
                                     video_vae=["vaes", 0], image=["media", 0]), "sampler": sampler("guided")},

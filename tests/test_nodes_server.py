@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from h3_runtime.compare.page import viewer_source
+from h3_runtime.demo.maker import make_model
 from h3_runtime.latents import load_latent
 from h3_runtime.media import read_clip, read_metadata
 
@@ -50,6 +51,7 @@ def started(base, *options, **environment) -> ComfyServer:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     base = tmp_path_factory.mktemp("comfy")
+    make_model(base / "models" / "diffusion_models")
     running = started(base, H3_ENGINES=str(base / "engines.json"), H3_REMOTE_JOBS=str(base / "jobs"))
     yield running
     running.kill()
