@@ -1,7 +1,8 @@
 """The command line: python -m h3_runtime COMMAND. Each command is a function that returns results and an exit status.
 
 words for people go to the terminal; with --json, words go to stderr and stdout holds one object:
-{"command", "version", "machine", "results": [{"name", "value", "unit", ...}]}
+{"command", "version", "machine", "results": [{"name", "value", "unit", ...}]}, or where nothing came of it
+{"command", "version", "results": [], "error": the sentence}
 """
 
 from __future__ import annotations
@@ -44,19 +45,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(stream, "errors", None) == "strict":
             stream.reconfigure(errors="backslashreplace")
     parser = build_parser()
-    arguments = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    command = next((word for word in argv if not word.startswith("-")), None)
+    try:
+        arguments = parser.parse_args(argv)
+    except Unusable as error:
+        if "--json" in argv:
+            _print_object(command, error=str(error))
+        return 2
     if arguments.command is None:
         parser.print_help()
         return 2
     say = Say(arguments.json)
+
+    def ended(status: int, words: str, error: str) -> int:
+        say(words)
+        if arguments.json:
+            _print_object(command, error=error)
+        return status
+
     try:
+        refuse_empty_paths(arguments)
         results, status = arguments.run(arguments, say)
     except H3Error as error:
-        say(f"error: {error}")
-        return 2
+        return ended(2, f"error: {error}", str(error))
     except KeyboardInterrupt as stop:
-        say(str(stop) or "stopped: nothing half-written was left")
-        return 130
+        words = str(stop) or "stopped: nothing half-written was left"
+        return ended(130, words, words)
     except BrokenPipeError:  # the reader of a pipe went away; nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -64,22 +79,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = str(error).partition("\n")[0]
         if not (isinstance(error, MemoryError) or re.search(r"out of memory|can't allocate memory", reason, re.I)):
             raise
-        say(f"error: the memory was not enough ({reason or 'host memory'}): choose a smaller size or fewer frames")
-        return 2
+        words = f"the memory was not enough ({reason or 'host memory'}): choose a smaller size or fewer frames"
+        return ended(2, f"error: {words}", words)
     if arguments.json:
         from .save import machine
 
-        print(
-            json.dumps(
-                {"command": arguments.command, "version": __version__, "machine": machine(), "results": results},
-                indent=1,
-            )
-        )
+        _print_object(command, results, machine=machine())
     return status
 
 
+def _print_object(command: str | None, results: Results = (), **more) -> None:
+    made = {"command": command, "version": __version__, **more, "results": list(results)}
+    print(json.dumps(made, indent=1), flush=True)
+
+
+def refuse_empty_paths(arguments) -> None:
+    """H3Error where a file or folder is named by an empty text, which would stand for the current folder."""
+    for name in PATHS:
+        value = getattr(arguments, name, None)
+        given = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+        if any(path[1] == "" if isinstance(path, tuple) else path.strip() == "" for path in given):
+            raise H3Error(f"{PATHS[name]} is given an empty name: give the name of a file or folder, or leave it out")
+
+
+PATHS = {name: f"--{name.replace('_', '-')}" for name in (
+    "model", "dit", "out", "inputs", "recovery", "state", "embeds", "embeddings", "first_frame", "last_frame",
+    "source", "mask", "lora", "converted", "prompts", "weights", "reports",
+)} | {
+    "manifest": "--from", "references": "--ref-...", "latent": "FILE", "file": "FILE", "folder": "FOLDER",
+    "input": "IN", "output": "OUT", "a": "A.mp4", "b": "B.mp4",
+}  # fmt: skip
+
+
+class Unusable(Exception):
+    """A command line that cannot be read; usage and sentence were printed already."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises what it would end the process with, so that ``main`` can answer in JSON too."""
+
+    def error(self, message: str):
+        self.print_usage(sys.stderr)
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        raise Unusable(message)
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m h3_runtime",
         description="MiniMax-H3 Runtime: joint video and sound, exact to the reference.",
     )

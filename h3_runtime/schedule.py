@@ -10,6 +10,8 @@ reference (diffusers ``MiniMaxH3Scheduler``); timesteps are t = 1 - sigma, 1 = c
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -138,6 +140,8 @@ def plan_schedule(
     grids = []
     for shift in (video_shift, audio_shift):
         grid = sigma_grid(total + 1, shift).tolist()
+        if not (math.isfinite(grid[0]) and all(a > b for a, b in itertools.pairwise(grid))):  # 0 / 0 in float32
+            raise H3Error(f"shift {shift} is too near 0 for a grid of float32 numbers: raise it, 12 and 3 were trained")
         if len(grid) != total + 1:
             raise H3Error(f"shift {shift} collapses the grid of {total} forwards: lower the shift or the count")
         grids.append(tuple(grid[total - num_forwards :]))

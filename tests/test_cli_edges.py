@@ -60,7 +60,7 @@ def render(capsys, model, tmp_path):
             given += [] if value is None else [option, value]
         status = cli.main([*map(str, given), *map(str, arguments)])
         captured = capsys.readouterr()
-        rows = json.loads(captured.out)["results"] if captured.out else []
+        rows = json.loads(captured.out)["results"]
         return status, {row["name"]: row["value"] for row in rows}, captured.err
 
     return run
@@ -374,3 +374,66 @@ def test_a_latent_file_that_does_not_tell_its_size(tmp_path):
         save_file({"video": saved.video, "audio": saved.audio}, tmp_path / "l.safetensors", {KIND: metadata})
         with pytest.raises(H3Error, match=r"l\.safetensors does not tell its size"):
             load_latent(tmp_path / "l.safetensors")
+
+
+# --- what a program is told ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "command", "sentence"),
+    [
+        (["inspect", "nothing.safetensors"], "inspect", "nothing.safetensors"),
+        (["embed", "show", "nothing.safetensors"], "embed", "nothing.safetensors"),
+        (["render", "--out", "o.mp4", "--prompt", "a cat"], "render", "no model was given"),
+        (["plan", "--frames", "x"], "plan", "--frames: invalid int value"),
+        (["bench", "paths"], "bench", "--out"),
+        (["engine"], "engine", "list|check"),
+        ([], None, "invalid choice"),
+    ],
+)
+def test_an_error_is_an_object_too(capsys, tmp_path, monkeypatch, words, command, sentence):
+    """--json: one object on stdout, whatever came of it; the same sentence goes to stderr."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*words, *(["nonsense"] if command is None else []), "--json"]) == 2
+    said = capsys.readouterr()
+    made = json.loads(said.out)
+    assert made["command"] == (command or "nonsense") and made["results"] == [] and made["version"]
+    assert sentence in made["error"] and made["error"] in said.err
+
+
+def test_a_stop_is_an_object_too(capsys, tmp_path, monkeypatch):
+    def stopped(*arguments):
+        raise KeyboardInterrupt("stopped: half way")
+
+    monkeypatch.setattr(cli, "run_demo", stopped)
+    assert cli.main(["demo", "--out", str(tmp_path), "--json"]) == 130
+    assert json.loads(capsys.readouterr().out)["error"] == "stopped: half way"
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["render", "--model", "", "--prompt", "a", "--out", "o.mp4"], "--model"),
+        (["render", "--model", ".", "--prompt", "a", "--out", "o.mp4", "--embeds", ""], "--embeds"),
+        (["render", "--model", ".", "--prompt", "a", "--out", "o.mp4", "--state", " "], "--state"),
+        (["render", "--model", ".", "--prompt", "a", "--out", "o.mp4", "--ref-image", ""], "--ref-..."),
+        (["render", "--model", ".", "--out", "o.mp4", "--from", ""], "--from"),
+        (["compare", "", "b.mp4"], "A.mp4"),
+        (["recover", ""], "FILE"),
+        (["demo", "--out", ""], "--out"),
+        (["quantize", "", "o.safetensors", "--int8"], "IN"),
+        (["inspect", ""], "FILE"),
+        (["verify", ""], "FOLDER"),
+    ],
+)
+def test_an_empty_name_is_not_the_current_folder(capsys, tmp_path, monkeypatch, words, name):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    assert f"error: {name} is given an empty name" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("shift", [1e-9, 1e-300])
+def test_a_shift_that_float32_cannot_bend_is_refused_before_the_work(render, shift):
+    refused(render("--video-shift", shift, steps=2), "is too near 0")
+    refused(render("--audio-shift", shift, steps=2), "is too near 0")
