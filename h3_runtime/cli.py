@@ -287,15 +287,24 @@ RENDER_INPUTS = (
 
 
 def run_render(arguments, say: Say) -> tuple[Results, int]:
+    from .save import check_output
+    from .unfinished import claimed
+
+    if arguments.engine is None:
+        without_engine(arguments)
+    out = check_output(arguments.out)
+    with claimed(out):
+        if arguments.engine is not None:
+            return run_remote(arguments, say, lambda a: accelerate_request(a, request_of(a))[0], RENDER_INPUTS)
+        return _render_here(arguments, say, out)
+
+
+def _render_here(arguments, say: Say, out: Path) -> tuple[Results, int]:
     from . import manifest as manifests
     from .recovery import RecoveryFolder
     from .render import render_request
-    from .save import check_output, keep_inputs, save_clip
+    from .save import keep_inputs, save_clip
 
-    if arguments.engine is not None:
-        return run_remote(arguments, say, lambda a: accelerate_request(a, request_of(a))[0], RENDER_INPUTS)
-    without_engine(arguments)
-    out = check_output(arguments.out)
     old, said = None, []
     if arguments.inputs is not None and arguments.manifest is None:
         raise H3Error("--inputs says where the files of --from lie: add --from MANIFEST, or leave it out")

@@ -30,7 +30,7 @@ def run_recover(arguments, say) -> tuple[list[dict], int]:
     from .model import Models
     from .recovery import RecoveryFolder
     from .save import check_output, decode_latent
-    from .unfinished import sweep_folder
+    from .unfinished import claimed, sweep_folder
 
     if arguments.latent is None:
         folder = RecoveryFolder(arguments.recovery)
@@ -63,7 +63,8 @@ def run_recover(arguments, say) -> tuple[list[dict], int]:
             "render --state FILE --start N"
         )
     models = Models(model_parts(arguments), device="cpu")
-    video, notes = decode_latent(saved, models, out, say.progress)
+    with claimed(out):
+        video, notes = decode_latent(saved, models, out, say.progress)
     for note in notes:
         say(f"note: {note}")
     say(f"wrote {video}")

@@ -35,7 +35,7 @@ from .accelerators.base import AT_FORWARD
 from .checkpoint.kept import cache_folder
 from .checkpoint.reader import SafetensorsFile
 from .errors import CheckpointError, H3Error
-from .geometry import Canvas
+from .geometry import Canvas, is_whole
 from .job import AVLatent
 from .latents import PartialLatent, load_latent, save_latent
 from .unfinished import part_path
@@ -71,6 +71,19 @@ class RecoveryFolder:
         if self.folder.exists() and not self.folder.is_dir():
             raise H3Error(f"{self.folder} is a file: states of runs need a folder, give another one")
         self.max_states, self.max_bytes = max_states, max_bytes
+
+    def check_writable(self) -> None:
+        """H3Error, before the work, where no state can be written."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe = part_path(self.folder / "probe")
+            open(probe, "x").close()
+            probe.unlink()
+        except OSError as error:
+            raise H3Error(
+                f"no state can be saved in {self.folder} ({error.strerror}): choose another folder, or switch recovery "
+                "off"
+            ) from None
 
     def run(self, fingerprint: str, canvas: Canvas, **info) -> RunRecovery:
         """The place of one run's states; ``info`` is kept with them for ``recover``."""
@@ -147,7 +160,9 @@ class RunRecovery:
                 (held.setdefault(file, {}) if forward else tensors)[f"{PREFIX}{accelerator.name}/{key}"] = tensor
         try:
             self.folder.folder.mkdir(parents=True, exist_ok=True)
-            for file in held.keys() - self.written.keys():
+            for file in held:
+                if file in self.written and (self.folder.folder / file).exists():  # or another run has let it go
+                    continue
                 self.written[file] = self._write(file, held[file])
             self.written = {file: self.written[file] for file in sorted(held)}
             save_latent(
@@ -198,7 +213,9 @@ class RunRecovery:
             return None
         if saved.info.get("fingerprint") != self.fingerprint:
             return None
-        held, files = saved.info.get("held", {}), [file]
+        held, files, done = saved.info.get("held", {}), [file], saved.info.get("stop")
+        if not (isinstance(held, dict) and is_whole(done) and done >= 0):
+            return None
         try:
             for name, digest in held.items():
                 path = self.folder.folder / name
@@ -214,7 +231,7 @@ class RunRecovery:
                 if name.startswith(PREFIX):
                     accelerator, _, key = name[len(PREFIX) :].partition("/")
                     states.setdefault(accelerator, {})[key] = source.read(name)
-        return RunState(saved.info["stop"], saved.finished, saved.latent, states)
+        return RunState(done, saved.finished, saved.latent, states)
 
     def discard(self) -> None:
         """The clip is saved: its state may go."""

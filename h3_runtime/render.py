@@ -106,7 +106,7 @@ def render_request(
     spent = Spent(models.device)
     report = progress or (lambda stage, done, total: None)
     with spent.stage("place"):
-        check_options(request)
+        check_options(request, recovery)
         placement = place(request)
         task = placement.task
         notes = [*said, *placement.notes, *check_request(request, placement, models, task)]
@@ -243,8 +243,10 @@ def find_run(
     return run, ["run from its start: no earlier run of exactly this job has left a state"] if resume else []
 
 
-def check_options(request: RenderRequest) -> Schedule:
+def check_options(request: RenderRequest, recovery: RecoveryFolder | None = None) -> Schedule:
     """What can be seen of a request before its media are read."""
+    if recovery is not None:
+        recovery.check_writable()
     build(request.accelerators)
     if request.solver not in SOLVERS:
         raise H3Error(f"solver {request.solver!r} is not built: choose one of {', '.join(SOLVERS)}")

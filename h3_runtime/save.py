@@ -49,6 +49,9 @@ def check_output(path: str | Path) -> Path:
     """The mp4's path, checked before any long work: the longest name that will stand beside it can be made there."""
     try:
         out = check_output_path(path)
+        for beside in files_of(out):
+            if beside.is_dir():
+                raise H3Error(f"{beside} is a folder, and a file of that name is written beside {out.name}: rename it")
         probe = latent_path(out).with_name(latent_path(out).name + ".partial")
         with contextlib.suppress(FileExistsError):
             open(probe, "x").close()
@@ -65,13 +68,17 @@ def latent_path(out: Path) -> Path:
     return out.with_suffix(".latent.safetensors")
 
 
+def files_of(out: Path) -> list[Path]:
+    """All that a render to ``out`` may write or remove."""
+    return [out, latent_path(out), out.with_suffix(".json"), out.with_suffix(".report.json"), kept_path(out)]
+
+
 def keep_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
     """H3Error when a file that this render reads would be replaced or removed by what it writes to ``out``."""
     if not out.name:
         raise H3Error(f"--out {str(out)!r} is no file name: give one")
-    written = [out, latent_path(out), out.with_suffix(".json"), out.with_suffix(".report.json"), kept_path(out)]
     for read in map(Path, inputs):
-        for path in written:
+        for path in files_of(out):
             if path.exists() and read.exists() and os.path.samefile(path, read):
                 raise H3Error(f"--out {out} would replace {path.name}, which this render reads: choose another name")
 
@@ -135,7 +142,7 @@ def save_clip(
             said = str(error) or "stopped while it was decoded"
             raise type(error)(f"{said}; the finished latent is kept in {latent}") from error
         if not keep_latent:
-            latent.unlink()
+            latent.unlink(missing_ok=True)
             latent = None
     if result.recovery is not None:
         result.recovery.discard()

@@ -4,6 +4,7 @@
     the next write to clip.mp4, or ``recover`` ─sweep─▶ its writer lives: left alone
                                                         its writer is gone: removed
                                                         of another machine: named, because nobody here can tell
+    clip.mp4 ─claimed─▶ .h3-DIGEST.MACHINE-PROCESS-START-DRAW.part.claim while a run makes it: a second run is refused
 
 A process is known by its number and by when it started, so a number that is in use again is no life sign.
 """
@@ -16,10 +17,14 @@ import platform
 import re
 import secrets
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
 import psutil
+
+from .errors import H3Error
 
 NAME_LENGTH = 40  # characters of the target's name that its temporary name keeps: names have a limit
 OWNER = r"([0-9a-f]{8})-([0-9]+)-([0-9]+)-[0-9a-f]{8}\.part(?:\.\w+)?"
@@ -32,6 +37,37 @@ def part_path(path: Path, suffix: str = "") -> Path:
     process = os.getpid()
     owner = f"{_machine()}-{process}-{_start(process) or 0}-{secrets.token_hex(4)}"
     return path.with_name(f".{path.name[:NAME_LENGTH]}.{owner}.part{suffix}")
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Alone with ``path`` and what stands beside it under its name. H3Error while another run of this machine makes
+    it; of two that begin together the earlier one goes on. A folder that takes no claim is left to its writers."""
+    digest = hashlib.sha256(os.path.normcase(path.with_suffix("").name).encode("utf-8", "surrogateescape")).hexdigest()
+    stem = path.with_name(f"h3-{digest[:16]}")
+    mine = part_path(stem, ".claim")
+    try:
+        with suppress(OSError):
+            open(mine, "x").close()
+        if other := _older_claim(mine, stem):
+            raise H3Error(f"{path} is being made by another run (process {other}): wait for it, or choose another name")
+        yield
+    finally:
+        with suppress(OSError):
+            mine.unlink(missing_ok=True)
+
+
+def _older_claim(mine: Path, stem: Path) -> int | None:
+    """The process that claimed the same name before ``mine`` did; dead ones were swept when ``mine`` was named."""
+    names, claims = re.compile(r"\." + stem.name + r"\." + OWNER), {}
+    with suppress(OSError):
+        for name in os.listdir(mine.parent):
+            found = names.fullmatch(name)
+            if found and found[1] == _machine() and name.endswith(".claim"):
+                with suppress(OSError):
+                    claims[mine.with_name(name)] = (mine.with_name(name).stat().st_mtime_ns, name)
+    oldest = min(claims, key=claims.get, default=mine)
+    return None if oldest == mine or mine not in claims else int(names.fullmatch(oldest.name)[2])
 
 
 def sweep(path: Path) -> list[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from h3_runtime import cli, terminal
+from h3_runtime import cli, save, terminal, unfinished
 from h3_runtime.checkpoint.reader import SafetensorsFile
 from h3_runtime.demo.maker import make_model
 from h3_runtime.demo.run import disc, guided, text_to_video, tone, write_sound
@@ -22,6 +25,7 @@ from h3_runtime.manifest import load_manifest, request_from
 from h3_runtime.media import Mp4Writer, read_audio, write_image
 from h3_runtime.request import GuideRequest, Media, RenderRequest, SoundMask
 from h3_runtime.sampler import draw_noise
+from h3_runtime.unfinished import claimed
 
 from .small_jobs import Probe, clip, job, same
 from .small_jobs import render as sampled
@@ -374,6 +378,68 @@ def test_a_latent_file_that_does_not_tell_its_size(tmp_path):
         save_file({"video": saved.video, "audio": saved.audio}, tmp_path / "l.safetensors", {KIND: metadata})
         with pytest.raises(H3Error, match=r"l\.safetensors does not tell its size"):
             load_latent(tmp_path / "l.safetensors")
+
+
+@pytest.mark.parametrize("ending", [".json", ".report.json", ".latent.safetensors", ".kept.mkv"])
+def test_a_folder_where_a_file_goes_beside_the_clip_is_refused_before_the_work(render, tmp_path, ending):
+    (tmp_path / f"o{ending}").mkdir()
+    refused(render(), f"o{ending} is a folder", "rename it")
+    assert [path.name for path in tmp_path.iterdir()] == [f"o{ending}"]
+
+
+def test_a_folder_that_takes_no_state_is_refused_before_the_work(render, tmp_path, monkeypatch):
+    monkeypatch.setattr("h3_runtime.render.place", lambda *a, **k: pytest.fail("the work began"))
+    (tmp_path / "file").write_text("")
+    refused(render("--recovery", tmp_path / "file" / "inside"), "no state can be saved in")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_two_runs_do_not_make_one_clip(render, tmp_path):
+    with claimed(tmp_path / "o.mp4"):
+        refused(render(), "o.mp4 is being made by another run", "choose another name")
+        with claimed(tmp_path / "p.mp4"):
+            pass
+    assert list(tmp_path.iterdir()) == []
+    assert render()[0] == 0
+
+
+def test_of_two_claims_the_earlier_one_holds(tmp_path, monkeypatch):
+    """Whichever of them looks first."""
+    out, seen = tmp_path / "o.mp4", []
+    look = unfinished._older_claim
+
+    def late(mine, stem):
+        os.utime(mine, ns=(1, 1))  # written before the other, which looked already
+        seen.append(look(mine, stem))
+        return seen[-1]
+
+    with claimed(out):
+        monkeypatch.setattr(unfinished, "_older_claim", late)
+        with claimed(out):
+            assert seen == [None]
+
+
+def test_a_claim_of_the_dead_holds_nothing(tmp_path):
+    code = "import sys, os; from pathlib import Path; from h3_runtime.unfinished import claimed\n"
+    code += "with claimed(Path(sys.argv[1])): os._exit(9)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "o.mp4")], check=False)
+    assert len(list(tmp_path.iterdir())) == 1
+    with claimed(tmp_path / "o.mp4"):
+        assert len(list(tmp_path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_latent_that_is_gone_already_ends_no_finished_render(render, tmp_path, monkeypatch):
+    decoded = save._decode_to
+
+    def and_removed(*arguments, **options):
+        (tmp_path / "o.latent.safetensors").unlink()
+        return decoded(*arguments, **options)
+
+    monkeypatch.setattr(save, "_decode_to", and_removed)
+    status, _, words = render()
+    assert status == 0, words
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["o.json", "o.mp4", "o.report.json"]
 
 
 # --- what a program is told ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from h3_runtime.accelerators import spec_of
 from h3_runtime.errors import CheckpointError, H3Error
 from h3_runtime.job import Masks
-from h3_runtime.latents import load_latent
+from h3_runtime.latents import load_latent, save_latent
 from h3_runtime.recovery import RecoveryFolder, RunRecovery, default_folder
 from h3_runtime.sampler import sample
 
@@ -103,6 +103,31 @@ def test_a_damaged_state_counts_as_none(tmp_path):
     asked = job()
     assert same(sample(small_dit(), asked, recovery=run).latent, render(asked))
     assert RecoveryFolder(tmp_path).read()[0][1].finished
+
+
+@pytest.mark.parametrize("info", [{"stop": "2"}, {"stop": None}, {"held": ["x"]}, {"held": "x"}])
+def test_a_state_that_tells_nonsense_counts_as_none(tmp_path, info):
+    run = RecoveryFolder(tmp_path).run(FINGERPRINT, CANVAS)
+    told = {"stop": 2, "finished": False, "fingerprint": FINGERPRINT, "held": {}}
+    save_latent(run.path, CANVAS, clip(), **told)
+    assert run.load().done == 2
+    save_latent(run.path, CANVAS, clip(), **told | info)
+    assert run.load() is None
+
+
+def test_what_another_run_let_go_is_written_again(tmp_path):
+    """Two runs of one job at once: the first to end removes the files of both."""
+    run = RecoveryFolder(tmp_path).run(FINGERPRINT, CANVAS)
+    holder = Holding()
+    run.save(1, False, clip(), [holder])
+    RecoveryFolder(tmp_path).run(FINGERPRINT, CANVAS).discard()
+    run.save(2, False, clip(), [holder])
+    assert run.load().accelerators["inertia"]["a@0"].tolist() == [1.0]
+
+
+class Holding(Inertia):
+    def state(self):
+        return {"a@0": torch.ones(1)}
 
 
 def test_the_folder_is_bounded_and_keeps_the_newest(tmp_path):
