@@ -122,10 +122,12 @@ def foresee(dit: Part, info: CheckpointInfo, job: Foreseen) -> Fidelity:
     )
 
 
-def with_decoders(fidelity: Fidelity, infos: Iterable[CheckpointInfo], tile_batch: int = 1) -> Fidelity:
-    """The label with the VAEs that decode the render, ``tile_batch`` tiles at once."""
+def with_decoders(
+    fidelity: Fidelity, infos: Iterable[CheckpointInfo], tile_batch: int = 1, paths: Iterable[str] = ()
+) -> Fidelity:
+    """The label with the VAEs that decode the render, ``tile_batch`` tiles at once, and other ``paths`` of how."""
     infos = list(infos)
     reasons = {part.name: part.reason for part in fidelity.parts} | reasons_of(infos)
     names = [part.name for part in fidelity.parts] + [path for info in infos for path in info.paths]
-    names += [TILE_BATCH] if tile_batch > 1 else []
+    names += [*paths, *([TILE_BATCH] if tile_batch > 1 else [])]
     return compose(names, fidelity.beyond, fidelity.compute, reasons)

@@ -29,6 +29,7 @@ from .fidelity import Fidelity, compose, use
 from .guides import place
 from .job import Plan, RenderJob, TextCondition
 from .lora import Lora
+from .memory.placement import Placement
 from .memory.plan import plan
 from .memory.probe import Card, Host, probe_card, probe_cpu, probe_host
 from .memory.rows import RenderSizes
@@ -77,6 +78,7 @@ class Part:
         self.planned_rows = 0  # the longest sequence that the plan has placed this DiT for
         self.planned_beside: frozenset = frozenset()  # the accelerators that it was placed beside
         self.root: Part = self  # the part without LoRAs, which shares the weights
+        self.asked = models.loading  # how it was opened, before any plan placed it
         self.evictable = None  # a host's note of the root, kept as long as it
 
     @staticmethod
@@ -130,7 +132,21 @@ class Part:
         """The same DiT with one more LoRA; nothing is loaded or changed."""
         assert self.kind == "dit", self.kind
         part = Part(self.kind, self._models, self.path, self.partition, (*self.loras, lora))
-        part.size, part.root = self.size, self.root
+        part.size, part.root, part.asked = self.size, self.root, self.asked
+        return part
+
+    def quantised(self, method: str, placement: Placement | None = None) -> Part:
+        """The same DiT with its LoRAs, quantised by ``method`` while it loads: weights of its own.
+
+        ``placement``: where its blocks live; None: as the plan says. H3Error for a file that is quantised already.
+        """
+        assert self.kind == "dit", self.kind
+        models = self._models
+        loading = replace(self.asked, quantise=f"dit={method}", loras=(), placement=placement)
+        names = {dtype: name for name, dtype in PRECISIONS.items()}
+        part = Part.open(self.kind, self.path, names[models.dtype], models.device, models.layout, loading=loading)
+        for lora in self.loras:
+            part = part.with_lora(lora)
         return part
 
     def place(self, device: str | torch.device) -> None:
@@ -501,9 +517,12 @@ def weakest(labels: Iterable[Fidelity]) -> Fidelity:
     return Fidelity(parts, beyond, next((label.compute for label in labels if label.compute), ""))
 
 
-def with_parts(result: RenderResult, parts: Iterable[Part], tile_batch: int = 1) -> RenderResult:
-    """The result with the VAEs that decode it, ``tile_batch`` tiles at once: they belong to its label and manifest."""
-    infos, names = dict(result.infos), [part.name for part in result.fidelity.parts]
+def with_parts(
+    result: RenderResult, parts: Iterable[Part], tile_batch: int = 1, paths: Iterable[str] = ()
+) -> RenderResult:
+    """The result with the VAEs that decode it, ``tile_batch`` tiles at once, and other ``paths`` of how they do: they
+    belong to its label and manifest."""
+    infos, names = dict(result.infos), [*(part.name for part in result.fidelity.parts), *paths]
     reasons = {part.name: part.reason for part in result.fidelity.parts}
     for part in parts:
         info = part.info

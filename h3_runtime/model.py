@@ -36,6 +36,7 @@ from .memory.streaming import DiTLayers, run_in_order
 from .memory.weights import piece_bytes
 from .models.attention import CANONICAL, ChunkSizes
 from .models.dit import DiT
+from .models.video_tiles import TILE
 from .references import Encoder
 from .text.conditions import ConditionCache
 from .text.encoder import EncoderWeights, TextEncoder, open_weights
@@ -261,20 +262,20 @@ class Models:
             ways.append(Encoder("on the CPU", on_cpu))
         return ways
 
-    def decoders(self, batch: int = 1) -> list[Decoder]:
+    def decoders(self, batch: int = 1, tile: int = TILE) -> list[Decoder]:
         """Ways to decode the picture, the next one for when memory runs out: whole on the device, layer by layer from
-        RAM (the same bits), on the CPU."""
+        RAM (the same bits), on the CPU. ``tile`` in pixels: only 256 is the reference."""
 
         def whole(latent: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
-            return self.video_vae().decode_chunks(latent.to(self.device), start=start)
+            return self.video_vae().decode_chunks(latent.to(self.device), start=start, tile=tile)
 
         def batched(latent: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
-            return self.video_vae().decode_chunks(latent.to(self.device), start=start, batch=batch)
+            return self.video_vae().decode_chunks(latent.to(self.device), start=start, tile=tile, batch=batch)
 
         def streamed(device: str | torch.device, latent: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
             self.release("video_vae")
             vae, layers = place_video_vae(self._open_video_vae(), Placement("ram"), torch.device(device))
-            return vae.decode_chunks(latent.to(device), start=start, layers=lambda: run_in_order(layers))
+            return vae.decode_chunks(latent.to(device), start=start, tile=tile, layers=lambda: run_in_order(layers))
 
         ways = [Decoder(f"resident on {self.device}", whole), Decoder("layer by layer", partial(streamed, self.device))]
         if batch > 1:

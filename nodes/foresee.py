@@ -12,6 +12,8 @@ from functools import lru_cache
 from . import host, remote
 from .accelerate import acceleration_at, acceleration_of
 from .load import CARRIED, carried_folder, file_stamp, foreseen_part
+from .render import tile_paths
+from .stand_ins import TILE
 from .upstream import Step, Upstream
 from .upstream_condition import CONDITIONS, condition_of
 
@@ -176,15 +178,26 @@ def _of_clip(up: Upstream, step: Step):
         up.assume("it is not known that an H3 Sampler rendered this: it carries no label")
         return None
     made = [foreseen_label(up, up.at(render)) for render in dict.fromkeys(renders)]
-    vaes = [up.part(step.inputs, name) for name in ("video_vae", "audio_vae")]
     fidelity = made[0] if len(made) == 1 else weakest(made)
-    batch = int(up.value(step.inputs, "tile_batch", 1)) if vaes[0] is not None else 1
-    return with_decoders(fidelity, [described(vae) for vae in vaes if vae is not None], batch)
+    return with_decoders(fidelity, *_decoders(up, step))
+
+
+def _decoders(up: Upstream, step: Step) -> tuple[list, int, tuple[str, ...]]:
+    """(infos of our VAEs that decode for a node, tiles at once, other paths of how); another program's has none."""
+    decoder = up.step(step.inputs, "images")
+    if decoder is not None and decoder.kind == "H3RuntimeDecodeVideo":  # a node that saves its frames
+        with up.inside(decoder):
+            return _decoders(up, decoder)
+    vaes = [up.part(step.inputs, name) for name in ("video_vae", "audio_vae")]
+    tile = TILE if vaes[0] is None else int(up.value(step.inputs, "tile", TILE))
+    batch = 1 if vaes[0] is None else int(up.value(step.inputs, "tile_batch", 1))
+    return [described(vae) for vae in vaes if vae is not None], batch, tile_paths(tile)
 
 
 LABELS = {
     "H3RuntimeLoadModel": _of_model,
     "H3RuntimeLoadLora": _of_model,
+    "H3RuntimeQuantise": _of_model,
     "H3RuntimeLoadTextEncoder": _of_loader,
     "H3RuntimeLoadVaes": _of_loader,
     **dict.fromkeys(CONDITIONS, _of_condition),

@@ -30,6 +30,7 @@ FOLDERS = {
 PRECISIONS = ["as stored", "float32", "bfloat16"]
 LAYOUTS = ["detect", "official", "diffusers", "comfyui"]
 QUANTISE = ["no", "int8_convrot", "int8", "fp8"]
+METHODS = QUANTISE[1:]
 PLACES = ["auto", "resident", "ram", "disk"]
 PICK = "The small carried model needs no download: it knows one coloured shape on grey and its tones."
 
@@ -82,16 +83,35 @@ def settled_precision(name: str, precision: str) -> str:
     return precision
 
 
+def place_input():
+    """The widget about where the DiT's blocks live."""
+    return io.Combo.Input(
+        "place",
+        optional=True,
+        options=PLACES,
+        default=PLACES[0],
+        tooltip="Where the blocks live: resident on the card, or streamed to it from RAM or disk. The result is the "
+        "same to the bit; auto takes the fastest that fits.",
+    )
+
+
+def placement_of(place: str, converted: str = ""):
+    """The Placement that the widget means, with the folder for converted blocks; None: the plan decides."""
+    from ..h3_runtime import Placement
+
+    return None if place == PLACES[0] else Placement(place, adaln=place, converted=converted)
+
+
 def loading_of(kind: str, quantise: str, place: str = "auto", keep_converted: bool = False):
     """How the weights of a part are brought in, as the widgets of its loader say it."""
-    from ..h3_runtime import H3Error, Loading, Placement
+    from ..h3_runtime import H3Error, Loading
 
     converted = str(host.converted_folder()) if keep_converted else ""
     if converted and place in ("resident", "ram"):
         raise H3Error(
             f"keep_converted is for blocks from disk, and place is {place}: switch it off, or take disk or auto"
         )
-    placement = None if place == "auto" else Placement(place, adaln=place, converted=converted)
+    placement = placement_of(place, converted)
     word = "text" if kind == "text_encoder" else kind
     return Loading(quantise=asked_of(word, quantise), placement=placement, converted=converted)
 
@@ -154,6 +174,12 @@ def foreseen_with_lora(part, name: str, stamp: str, strength: float):
     return part.with_lora(Lora(path, strength))
 
 
+@lru_cache(maxsize=32)
+def foreseen_quantised(part, method: str, place: str):
+    """``part`` quantised, to foresee with."""
+    return part.quantised(method, placement_of(place))
+
+
 def lora_path(name: str) -> Path | None:
     """The file behind the LoRA picker's entry; None where it is gone."""
     from ..h3_runtime import FEW_STEP_LORA
@@ -202,15 +228,7 @@ class LoadModel(Node):
                     tooltip="Only for a file whose layout cannot be told from its tensors; detect otherwise.",
                 ),
                 quantise_input(),
-                io.Combo.Input(
-                    "place",
-                    optional=True,
-                    options=PLACES,
-                    default="auto",
-                    tooltip="Where the blocks live: resident on the card, or streamed to it from RAM or disk. "
-                    "The result is "
-                    "the same to the bit; auto takes the fastest that fits.",
-                ),
+                place_input(),
                 io.Boolean.Input(
                     "keep_converted",
                     optional=True,
@@ -412,6 +430,47 @@ class LoadLora(Node):
         return cls.report(notes, model.with_lora(Lora(path, strength)))
 
 
+class QuantiseModel(Node):
+    """The model once more, in fewer bits."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="H3RuntimeQuantise",
+            display_name="H3 Quantise Model",
+            category=FOLDER,
+            description="The same model in fewer bits, for the second side of a comparison: one H3 Load Model serves "
+            "both. Its weights are read and quantised when they are first needed, after those of the other side have "
+            "left the memory.",
+            search_aliases=["int8", "fp8", "quantize", "convrot"],
+            inputs=[
+                H3Model.Input("model", tooltip=f"The model of {LOADER} or H3 Load LoRA, as it is stored."),
+                io.Combo.Input(
+                    "quantise",
+                    optional=True,
+                    options=METHODS,
+                    default=METHODS[0],
+                    tooltip="The number format: less memory, another result (labelled). A file that is quantised "
+                    "already is refused.",
+                ),
+                place_input(),
+            ],
+            outputs=[H3Model.Output(display_name="model")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, input_types):
+        return wrong_type(input_types, {"model": "H3_MODEL"}, {"model": host_model_refused()})
+
+    @classmethod
+    @host.runtime_mode
+    def execute(cls, model, quantise=METHODS[0], place=PLACES[0]):
+        require_model(model)
+        part = model.quantised(quantise, placement_of(place))
+        return cls.report([f"{part.name}: {quantise}, quantised when it is needed"], part)
+
+
 def host_model_refused() -> str:
     return (
         "this input takes the runtime's own H3_MODEL, and ComfyUI's MODEL was connected: load the file with the node "
@@ -427,4 +486,4 @@ def require_model(model) -> None:
         raise H3Error(host_model_refused())
 
 
-NODES = [LoadModel, LoadTextEncoder, LoadVaes, LoadLora]
+NODES = [LoadModel, LoadTextEncoder, LoadVaes, LoadLora, QuantiseModel]

@@ -111,15 +111,15 @@ class SampleMedia(Node):
             node_id="H3RuntimeSampleMedia",
             display_name="H3 Sample Media",
             category=f"{CATEGORY}/media",
-            description="Makes a picture, a clip, a sound and a mask of one size, so that a workflow runs with "
-            "nothing in "
-            "the input folder. Put Load Image, Load Video, Load Audio in its place.",
+            description="Makes a picture, a clip, a sound and a mask of one size, so that a workflow runs with nothing "
+            "in the input folder: a red circle on grey and its tone, which the small carried model knows. Put Load "
+            "Image, Load Video, Load Audio in its place.",
             search_aliases=["test image", "example video", "placeholder"],
             inputs=[
                 io.Int.Input(
                     "width",
                     optional=True,
-                    default=192,
+                    default=128,
                     min=32,
                     max=4096,
                     step=32,
@@ -137,7 +137,7 @@ class SampleMedia(Node):
                 io.Int.Input(
                     "frames",
                     optional=True,
-                    default=39,
+                    default=22,
                     min=5,
                     max=3600,
                     step=17,
@@ -145,18 +145,21 @@ class SampleMedia(Node):
                 ),
             ],
             outputs=[
-                io.Image.Output("picture", display_name="picture", tooltip="One picture: a disc under a sky."),
-                io.Image.Output("clip", display_name="clip", tooltip="The disc crossing, frame by frame, at 24 fps."),
-                io.Audio.Output("sound", display_name="sound", tooltip="Three tones, as long as the clip."),
-                io.Mask.Output("mask", display_name="mask", tooltip="White where the disc is, one mask per frame."),
+                io.Image.Output("picture", display_name="picture", tooltip="One picture: a red circle on the left."),
+                io.Image.Output("clip", display_name="clip", tooltip="The circle moves to the right, at 24 fps."),
+                io.Audio.Output(
+                    "sound", display_name="sound", tooltip="A low tone that goes along, as long as the clip."
+                ),
+                io.Mask.Output("mask", display_name="mask", tooltip="White where the circle is, one mask per frame."),
                 io.Image.Output("last", display_name="last", tooltip="The clip's last frame, as one picture."),
+                io.Image.Output("middle", display_name="middle", tooltip="The clip's middle frame, as one picture."),
             ],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     @host.runtime_mode
-    def execute(cls, width=192, height=128, frames=39):
+    def execute(cls, width=128, height=128, frames=22):
         from ..h3_runtime import sample_media
 
         made = sample_media(width, height, frames)
@@ -168,6 +171,7 @@ class SampleMedia(Node):
             give_audio(made.sound),
             made.mask,
             give_images(made.clip[-1:]),
+            give_images(made.clip[count // 2 : count // 2 + 1]),
         )
 
 

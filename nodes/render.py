@@ -12,7 +12,7 @@ from .jobs import Settings, make_job
 from .load import host_model_refused, require_model
 from .media import give_audio, take_sound
 from .sockets import CATEGORY, LOADER, H3Acceleration, H3Model, Node, io, wrong_type
-from .stand_ins import PictureAsVae, SoundAsVae, load_part, part_of
+from .stand_ins import TILE, PictureAsVae, SoundAsVae, load_part, only_dit, part_of
 
 FOLDER = f"{CATEGORY}/render"
 
@@ -193,6 +193,7 @@ def place_model(model, job) -> list[str]:
     """Have the plan place the DiT, after the host's other models have left the card; sentences about it."""
     from ..h3_runtime import settle_placement
 
+    only_dit(model)
     if not model.loaded:
         host.make_room(model.size, model.device)
     return settle_placement(model, job)
@@ -306,14 +307,26 @@ def settled_batch(tile_batch: int, part, notes: list[str]) -> int:
     return tile_batch
 
 
-def label_of(taken, parts, tile_batch: int = 1):
-    """The Fidelity of the render that a latent carries, with the VAEs that decode it; None when it carries none."""
+def tile_paths(tile: int) -> tuple[str, ...]:
+    """What a decode in tiles of ``tile`` pixels adds to a label."""
+    return () if tile == TILE else ("video-vae/other-tile",)
+
+
+def decoded_by(images) -> tuple[list, int, int]:
+    """([the video VAE's part], tiles at once, tile) of frames that come straight from H3 Decode Video; ([], 1, 256) of
+    any others."""
+    return getattr(images, "h3_decoded", ([], 1, TILE))
+
+
+def label_of(taken, parts, tile_batch: int = 1, paths=()):
+    """The Fidelity of the render that a latent carries, with the VAEs that decode it and the ``paths`` of how they do;
+    None when it carries none."""
     from ..h3_runtime import with_parts
 
     if taken.carried is None:
         return None
     if taken.carried.result is not None:
-        return with_parts(taken.carried.result, parts, tile_batch).fidelity
+        return with_parts(taken.carried.result, parts, tile_batch, paths).fidelity
     return taken.carried.fidelity
 
 
@@ -333,6 +346,16 @@ class DecodeVideo(Node):
             inputs=[
                 io.Latent.Input("latent", tooltip="The sampler's latent."),
                 io.Vae.Input("video_vae", tooltip="The video VAE."),
+                io.Int.Input(
+                    "tile",
+                    optional=True,
+                    default=TILE,
+                    min=128,
+                    max=4096,
+                    step=16,
+                    tooltip="Edge of a tile in pixels. 256 is what the decoder was trained on, and the reference; "
+                    "any other is labelled APPROXIMATE.",
+                ),
                 tile_batch_input(),
             ],
             outputs=[
@@ -344,18 +367,24 @@ class DecodeVideo(Node):
 
     @classmethod
     @host.runtime_mode
-    def execute(cls, latent, video_vae, tile_batch=1):
+    def execute(cls, latent, video_vae, tile=TILE, tile_batch=1):
         taken, notes, _ = taken_for_decoding(latent)
         part = part_of(video_vae, "video_vae")
         batch = settled_batch(tile_batch, part, notes)
         if isinstance(part, PictureAsVae):
             teller = host.Teller(cls, 1, "decoding the picture")
-            frames = part.frames(taken.clip.video, teller.steps, notes, batch)
+            frames = part.frames(taken.clip.video, teller.steps, notes, batch, tile)
+            if tile != TILE:
+                notes.append(f"tiles of {tile} px: APPROXIMATE, the decoder was trained on tiles of {TILE} px")
         else:
             frames = video_vae.decode(taken.clip.video)[0]
             notes += judged(frames)
+            if tile != TILE:
+                notes.append(f"tile {tile} is not used: this VAE is another program's and cuts by its own rule")
+                tile = TILE
+        frames.h3_decoded = ([part], batch, tile)
         sound = looks_sound(notes)
-        label = label_of(taken, [part], batch)
+        label = label_of(taken, [part], batch, tile_paths(tile))
         report = "\n".join(([label.title] if label else []) + notes)
         return cls.report(notes, frames, report, label=label, sound=sound)
 

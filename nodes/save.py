@@ -17,6 +17,7 @@ from .av_latent import take_latent
 from .media import FPS, take_frames, take_sound, video_file
 from .references import numbered
 from .render import (
+    decoded_by,
     judged,
     label_of,
     looks_sound,
@@ -24,6 +25,7 @@ from .render import (
     settled_batch,
     taken_for_decoding,
     tile_batch_input,
+    tile_paths,
     with_original,
 )
 from .sockets import CATEGORY, Node, io, video_of_file
@@ -76,13 +78,13 @@ def file_outputs():
     ]
 
 
-def tags_for(node, result, parts=(), tile_batch: int = 1) -> tuple[dict[str, str], Any]:
+def tags_for(node, result, parts=(), tile_batch: int = 1, paths=()) -> tuple[dict[str, str], Any]:
     """(metadata of the file, the render's Fidelity or None): workflow, prompt and, for a render of ours, manifest."""
     from ..h3_runtime import dump, make_manifest, with_parts
 
     tags, label = host.workflow_tags(node.hidden), None
     if result is not None:
-        whole = with_parts(result, parts, tile_batch)
+        whole = with_parts(result, parts, tile_batch, paths)
         label = whole.fidelity
         if host.metadata_allowed():
             tags[MANIFEST] = dump(make_manifest(whole))
@@ -147,8 +149,9 @@ class SaveVideo(Node):
         notes: list[str] = []
         taken = None if latent is None else take_latent({**latent, "noise_mask": None})
         result = None if taken is None or taken.carried is None else taken.carried.result
-        tags, _ = tags_for(cls, result)
-        label = None if taken is None else label_of(taken, [])
+        parts, batch, tile = decoded_by(images)
+        tags, _ = tags_for(cls, result, parts, batch, tile_paths(tile))
+        label = None if taken is None else label_of(taken, parts, batch, tile_paths(tile))
         height, width = images.shape[1:3]
         path, shown = host.output_file(filename_prefix, ".mp4", width, height)
         encoding = Encoding(crf=options.get("crf", 16), lossless=options.get("lossless", False))

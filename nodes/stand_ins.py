@@ -10,6 +10,8 @@ encode_with_clip   a prompt through the host's CLIP
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from .conditioning import KEY as CARRIED
 from .conditioning import TAGS, CarriedPrompt
 
 SAMPLE_RATE = 32000
+TILE = 256  # pixels; what the video VAE was trained on
 DIALOGUE_TAGS = ("<d>", "</d>")
 
 
@@ -65,8 +68,22 @@ class _StandIn:
         return self.part.info
 
 
+_last_dit: Callable[[], Any] = lambda: None  # noqa: E731  a weak reference to the DiT that was loaded last
+
+
+def only_dit(part) -> None:
+    """One DiT at a time: when another one is wanted, the weights of the last leave first, the card and main memory."""
+    global _last_dit
+    last = _last_dit()
+    if last is not None and last is not part.root:
+        last.release()
+    _last_dit = weakref.ref(part.root)
+
+
 def load_part(part, task: str = "t2va"):
     """A part's module, after the host has made room for it; it may be evicted when it is not at work."""
+    if part.kind == "dit":
+        only_dit(part)
     if not part.loaded:
         host.make_room(part.size, part.device)
     module = part.load(task)
@@ -139,10 +156,12 @@ class PictureAsVae(_StandIn):
     def decode_tiled(self, latent: Tensor, **tiles) -> Tensor:
         return self.decode(latent)
 
-    def frames(self, latent: Tensor, progress=None, notes: list[str] | None = None, batch: int = 1) -> Tensor:
+    def frames(
+        self, latent: Tensor, progress=None, notes: list[str] | None = None, batch: int = 1, tile: int = TILE
+    ) -> Tensor:
         """The frames of a latent, [F, H, W, 3] in 0..1 on the CPU; ``progress(done, total)`` per chunk; ``batch`` tiles
-        at once. Sentences about the decode go to ``notes``, and to the log where a node of the host asks, which shows
-        none."""
+        of ``tile`` pixels at once. Sentences about the decode go to ``notes``, and to the log where a node of the host
+        asks, which shows none."""
         from ..h3_runtime import AVLatent, H3Error, decode_video, pixel_frames
 
         latent = _one(latent, 5, "the video VAE")
@@ -153,7 +172,7 @@ class PictureAsVae(_StandIn):
         sink = FrameList(count, 16 * height, 16 * width)
         self.prepare()
         clip = AVLatent(latent, torch.zeros(1, 32, 2, 1))
-        said = decode_video(self.part.models.decoders(batch), clip, sink, progress)
+        said = decode_video(self.part.models.decoders(batch, tile), clip, sink, progress)
         if notes is not None:
             gib = sink.nbytes / 2**30
             notes += [*said, f"the frames take {gib:.2f} GiB of memory; H3 Decode and Save Video needs none of it"]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from . import host
 from .latent import FPS, SUFFIX, canvas_of, saved_canvas
-from .load import file_stamp, foreseen_part, foreseen_with_lora, lora_stamp
+from .load import METHODS, PLACES, file_stamp, foreseen_part, foreseen_quantised, foreseen_with_lora, lora_stamp
 
 TRAINED = {"ratio": "16:9"}
 KINDS_OF = {"H3RuntimeLoadTextEncoder": ("text_encoder",), "H3RuntimeLoadVaes": ("video_vae", "audio_vae")}
@@ -125,6 +125,11 @@ class Upstream:
             if below is None or not isinstance(name, str):
                 return None
             return foreseen_with_lora(below, name, lora_stamp(name), float(strength))
+        if step.kind == "H3RuntimeQuantise":
+            below = self.model(given)
+            words = ("quantise", METHODS[0]), ("place", PLACES[0])
+            method, place = (self.value(given, word, default) for word, default in words)
+            return None if below is None else foreseen_quantised(below, method, place)
         if step.kind != "H3RuntimeLoadModel":
             return None
         chosen = self.value(given, "model", None)
@@ -188,7 +193,7 @@ class Upstream:
         """(width, height, frames) of H3 Sample Media, None for any other node."""
         if step.kind != "H3RuntimeSampleMedia":
             return None
-        asked = (("width", 192), ("height", 128), ("frames", 39))
+        asked = (("width", 128), ("height", 128), ("frames", 22))
         return tuple(self.value(step.inputs, name, default) for name, default in asked)
 
     def _masked(self, step: Step) -> SeenLatent:

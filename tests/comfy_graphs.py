@@ -29,8 +29,8 @@ def prompted(prompt: str = "a red ball", model: str = CARRIED) -> dict:
 
 
 def sampler(positive: str = "prompt", latent: str = "empty", **widgets) -> dict:
-    given = {"seed": 3, "steps": 2, **widgets}
-    return node("H3RuntimeSampler", model=["model", 0], positive=[positive, 0], latent=[latent, 0], **given)
+    given = {"model": ["model", 0], "positive": [positive, 0], "latent": [latent, 0], "seed": 3, "steps": 2}
+    return node("H3RuntimeSampler", **{**given, **widgets})
 
 
 def decode(latent: str = "sampler", prefix: str = "clip") -> dict:
@@ -100,7 +100,8 @@ def minimal_graphs() -> dict[str, dict]:
         "apart": {
             **base,
             "fast": node("H3RuntimeAccelerate", accelerator="second-order"),
-            "sampler": sampler(acceleration=["fast", 0]),
+            "smaller": node("H3RuntimeQuantise", model=["model", 0]),
+            "sampler": sampler(model=["smaller", 0], acceleration=["fast", 0]),
             "split": node("H3RuntimeSplitLatent", latent=["sampler", 0]),
             "together": node("H3RuntimeJoinLatent", picture=["split", 0], sound=["split", 1]),
             "save": decode("together"),
@@ -223,7 +224,7 @@ def full_guides() -> dict:
             video=["video", 0],
         ),
         "sampler": sampler("again", frames=39, resume=False, **settings),
-        "images": node("H3RuntimeDecodeVideo", latent=["sampler", 0], video_vae=["vaes", 0]),
+        "images": node("H3RuntimeDecodeVideo", latent=["sampler", 0], video_vae=["vaes", 0], tile=128),
         "sound": node("H3RuntimeDecodeSound", latent=["sampler", 0], audio_vae=["vaes", 1]),
         "save": node(
             "H3RuntimeSaveVideo",
@@ -342,11 +343,12 @@ def full_acceleration() -> dict:
     }
     return {
         **prompted(),
+        "smaller": node("H3RuntimeQuantise", model=["model", 0], quantise="int8", place="ram"),
         "preset": node("H3RuntimeAccelerate", accelerator="preset", **{"accelerator.preset": "extra-high"}),
         "forecast": node("H3RuntimeAccelerate", acceleration=["preset", 0], **chosen),
         "second": node("H3RuntimeAccelerate", accelerator="second-order", acceleration=["forecast", 0]),
         "sampler": sampler(steps=4, resume=False, acceleration=["second", 0]),
-        "plan": node("H3RuntimeMemoryPlan", model=["model", 0], latent=["empty", 0], acceleration=["second", 0]),
+        "plan": node("H3RuntimeMemoryPlan", model=["smaller", 0], latent=["empty", 0], acceleration=["second", 0]),
         "save": saved(prefix="full/faster"),
     }
 

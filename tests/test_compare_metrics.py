@@ -16,17 +16,17 @@ from h3_runtime.compare.measured import IDENTICAL, NOT_MEASURED, shown
 from h3_runtime.compare.report import Comparison, compare_sides, results
 from h3_runtime.compare.sources import Side, side_of_frames
 from h3_runtime.compare.verdict import METRICS, judge, parse_thresholds
-from h3_runtime.demo.media import sample_media
 from h3_runtime.errors import H3Error
 
 from . import compare_oracles
+from .drawn_media import drawn_media
 
 GOLDEN = json.loads(compare_oracles.FILE.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
 def media():
-    return sample_media(96, 64, 22)
+    return drawn_media(96, 64, 22)
 
 
 def measured(media, frames=None, sound="same", a_frames=None, a_sound="same") -> Comparison:

@@ -22,12 +22,12 @@ from h3_runtime.compare import page as pages
 from h3_runtime.compare.plots import Plot, png, svg, thinned, tick_words, ticks
 from h3_runtime.compare.report import compare_files, compare_saved, compare_sides
 from h3_runtime.compare.sources import open_pair, side_of_frames
-from h3_runtime.demo.media import sample_media
 from h3_runtime.errors import H3Error
 from h3_runtime.media import Encoding, KeptWriter, Mp4Writer, kept_path, read_clip, stream_frames, track_facts
 from h3_runtime.save import Saved
 
 from .comfy_server import find_python
+from .drawn_media import drawn_media
 from .report_page import NO_BROWSER
 
 ODD_NAME = 'b </script><img src=x onerror=alert(1)> & "quoted"'
@@ -35,7 +35,7 @@ ODD_NAME = 'b </script><img src=x onerror=alert(1)> & "quoted"'
 
 @pytest.fixture(scope="module")
 def media():
-    return sample_media(96, 64, 22)
+    return drawn_media(96, 64, 22)
 
 
 def quieter(media) -> torch.Tensor:

@@ -74,6 +74,27 @@ def test_every_loader_that_quantises_says_so_where_its_part_is_used(pack):
     assert {name for name, label in vaes.items() if label["fidelity"]["label"] == "APPROXIMATE"} == {"vaes", "save"}
 
 
+def test_a_model_that_is_quantised_later_and_other_tiles_say_so(pack):
+    graph = rendered()
+    graph |= {
+        "fewer": node("H3RuntimeQuantise", model=["model", 0], quantise="int8"),
+        "second": with_model(graph["sampler"], "fewer"),
+        "images": node("H3RuntimeDecodeVideo", latent=["sampler", 0], video_vae=["vaes", 0], tile=128),
+        "file": node("H3RuntimeSaveVideo", images=["images", 0], latent=["sampler", 0]),
+        "theirs": node("H3RuntimeDecodeVideo", latent=["sampler", 0], video_vae=["other", 0], tile=128),
+        "other": node("VAELoader", vae_name="x"),
+    }
+    labels = told(pack, graph)["labels"]
+    shown = {name: label["fidelity"]["label"] for name, label in labels.items()}
+    assert [name for name, label in shown.items() if label == "APPROXIMATE"] == ["fewer", "second", "images", "file"]
+    for name, path in (("fewer", "dit/int8"), ("images", "video-vae/other-tile"), ("file", "video-vae/other-tile")):
+        assert path in {part["name"] for part in labels[name]["fidelity"]["parts"]}, name
+
+
+def with_model(step: dict, name: str) -> dict:
+    return {**step, "inputs": {**step["inputs"], "model": [name, 0]}}
+
+
 @pytest.mark.parametrize("place", ["resident", "ram", "disk"])
 def test_placement_never_changes_a_label(pack, place):
     assert title(pack, with_widgets(rendered(), "model", place=place), "sampler") == "LOSSLESS (fp32 compute)"

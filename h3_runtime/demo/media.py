@@ -1,31 +1,30 @@
-"""A picture, a clip, a sound and a mask to try every input with, drawn and played here.
+"""A picture, a clip, a sound and a mask to try every input with: one scene of the carried model's own world.
 
-    picture  a disc on a sky              clip   the disc crossing, one turn per clip
-    sound    three tones and their echo   mask   white where the disc is on its way
+    picture  a red circle on grey, on its left      clip   it moves left to right
+    sound    a low tone that goes along with it     mask   white where the circle is, and around it
 
 All from the size and length alone: the same numbers give the same bytes.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..geometry import FPS, SAMPLE_RATE, Canvas, audio_samples
+from ..geometry import Canvas
+from .world import Scene, cover
 
-SKY, GROUND, DISC = (96, 150, 220), (60, 90, 50), (230, 90, 40)
-TONES = (261.63, 329.63, 392.0)  # Hz: C, E, G
-LEVEL = 0.25
+SCENE = Scene("red", "circle", "right", tone="low", across=-0.6)
+AROUND = 1.35  # the mask's radius over the circle's: its soft edge is inside
 
 
 @dataclass(frozen=True)
 class SampleMedia:
     """``picture`` uint8 [H, W, 3], ``clip`` uint8 [F, H, W, 3] at 24 fps, ``sound`` float32 [2, L] at 32 kHz,
-    ``mask`` float32 [F, H, W] (1 where the disc moves)."""
+    ``mask`` float32 [F, H, W] (1 where the circle is)."""
 
     picture: np.ndarray
     clip: np.ndarray
@@ -36,39 +35,15 @@ class SampleMedia:
 def sample_media(width: int, height: int, frames: int) -> SampleMedia:
     """Media of a canvas's size and length; both are fitted as a render's are (H3Error for what cannot be)."""
     canvas = Canvas.fit(frames, (width, height))
-    ground = _ground(canvas.width, canvas.height)
-    clip, mask = [], []
-    for index in range(canvas.num_frames):
-        inside = _disc(canvas, index / canvas.num_frames)
-        clip.append(np.where(inside[..., None], np.array(DISC, np.uint8), ground))
-        mask.append(inside)
-    return SampleMedia(clip[0], np.stack(clip), _melody(canvas), torch.from_numpy(np.stack(mask)).float())
+    clip = SCENE.frames(canvas.width, canvas.height, canvas.num_frames)
+    times = [index / max(canvas.num_frames - 1, 1) for index in range(canvas.num_frames)]
+    mask = torch.from_numpy(np.stack([_around(canvas, time) for time in times]))
+    return SampleMedia(clip[0], clip, SCENE.sound(canvas.num_frames), mask)
 
 
-def _ground(width: int, height: int) -> np.ndarray:
-    """uint8 [H, W, 3]: a sky that lightens towards the horizon, and ground below it."""
-    y = np.linspace(0, 1, height)[:, None, None]
-    sky = np.array(SKY) + (255 - np.array(SKY)) * y * 0.6
-    pixels = np.where(y < 0.7, sky, np.array(GROUND) * (1.6 - y))
-    return np.broadcast_to(pixels.astype(np.uint8), (height, width, 3)).copy()
-
-
-def _disc(canvas: Canvas, at: float) -> np.ndarray:
-    """bool [H, W]: the disc at ``at`` (0..1) of its way from left to right."""
-    y, x = np.mgrid[: canvas.height, : canvas.width]
-    radius = canvas.height / 5
-    centre = (0.2 + 0.6 * at) * canvas.width, (0.5 - 0.2 * math.sin(math.pi * at)) * canvas.height
-    return (x - centre[0]) ** 2 + (y - centre[1]) ** 2 < radius**2
-
-
-def _melody(canvas: Canvas) -> Tensor:
-    """float32 [2, L]: three tones one after another, the right ear a tenth of a second later."""
-    length = audio_samples(canvas.num_frames)
-    time = torch.arange(length, dtype=torch.float64) / SAMPLE_RATE
-    ears = []
-    for late in (0.0, 0.1):
-        at = (time - late).clamp(min=0)
-        note = (at / (canvas.num_frames / FPS) * len(TONES)).long().clamp(max=len(TONES) - 1)
-        pitch = torch.tensor(TONES, dtype=torch.float64)[note]
-        ears.append(LEVEL * torch.sin(2 * math.pi * pitch * at))
-    return torch.stack(ears).float()
+def _around(canvas: Canvas, time: float) -> np.ndarray:
+    """float32 [H, W], 0 or 1: the circle at ``time`` (0..1) with what is close to it."""
+    x, y = SCENE.centre(time)
+    radius = AROUND * SCENE.radius(time) * min(canvas.width, canvas.height)
+    inside = cover("circle", canvas.width, canvas.height, (x * canvas.width, y * canvas.height), radius)
+    return (inside > 0).astype(np.float32)
