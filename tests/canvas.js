@@ -41,6 +41,16 @@ window.h3 = (() => {
   // Sizes of the nodes as they are now, by the description's names.
   const sizes = () => Object.fromEntries([...made].map(([name, node]) => [name, [...node.size]]))
 
+  // The same in the page's newer rendering, where nodes are elements of the page.
+  const drawn = () => Object.fromEntries([...made].map(([name, node]) => [name, sizeDrawn(node)]))
+
+  function sizeDrawn (node) {
+    const element = document.querySelector(`[data-node-id="${node.id}"]`)
+    if (!element) throw new Error(`${node.title} is not drawn as an element`)
+    const { width, height } = element.getBoundingClientRect(), scale = app.canvas.ds.scale
+    return [width / scale, height / scale - TITLE]
+  }
+
   // Columns and rows from the largest size seen of every node; then a frame around each group.
   function arrange (spec, grown) {
     const width = {}, height = {}
@@ -58,6 +68,14 @@ window.h3 = (() => {
     for (const { name, column } of spec.nodes) {
       const node = made.get(name)
       node.setSize([width[column], node.size[1]])
+    }
+    for (const { name, row, rows = 1 } of spec.nodes) { // one that spans rows has room in them
+      if (rows === 1 || made.get(name).type.endsWith('Note')) continue
+      const spanned = Array.from({ length: rows }, (_, index) => row + index)
+      const last = spanned.at(-1)
+      const others = spanned.slice(0, -1).reduce((sum, at) => sum + (height[at] ?? 0) + TITLE + ROW_GAP, 0)
+      const tall = Math.max(grown[name]?.[1] ?? 0, made.get(name).size[1])
+      height[last] = Math.max(height[last] ?? 0, tall - others)
     }
     const place = (lengths, gap) => {
       const starts = {}
@@ -185,23 +203,28 @@ window.h3 = (() => {
     return [right - left, bottom - top]
   }
 
-  // What a viewer would stumble over: nodes over each other, nodes outside a frame they are partly in.
-  function faults () {
+  // What a viewer would stumble over: nodes over each other, nodes outside a frame they are partly in; with the sizes
+  // of the page's elements where nodes are such.
+  function faults (elements = false) {
     const found = []
+    const area = node => {
+      const [left, top] = box(node), [width, height] = elements ? sizeDrawn(node) : node.size
+      return [left, top, left + width, top + TITLE + height]
+    }
     const cross = (a, b) => a[0] < b[2] && b[0] < a[2] && a[1] < b[3] && b[1] < a[3]
     const inside = (a, b) => a[0] >= b[0] && a[1] >= b[1] && a[2] <= b[2] && a[3] <= b[3]
     const nodes = graph()._nodes
     nodes.forEach((one, index) => nodes.slice(index + 1).forEach(other => {
-      if (cross(box(one), box(other))) found.push(`${one.title} lies over ${other.title}`)
+      if (cross(area(one), area(other))) found.push(`${one.title} lies over ${other.title}`)
     }))
     for (const group of graph()._groups) {
       for (const node of nodes) {
-        const a = box(node), b = box(group)
+        const a = area(node), b = box(group)
         if (cross(a, b) && !inside(a, b)) found.push(`${node.title} sticks out of the frame ${group.title}`)
       }
     }
     return found
   }
 
-  return { build, sizes, arrange, lookAtNotes, fitNotes, read, fit, faults }
+  return { build, sizes, drawn, arrange, lookAtNotes, fitNotes, read, fit, faults }
 })()

@@ -37,6 +37,7 @@ PLAIN = {
     "Comfy.TutorialCompleted": True,
     "Comfy.VueNodes.Enabled": False,  # the server keeps settings: a task that asks for the newer nodes names them
 }
+NEWER = {"Comfy.VueNodes.Enabled": True}
 SIZE = {"width": 2400, "height": 1350}
 
 
@@ -108,13 +109,32 @@ def make(page: Page, told: Told, task: dict) -> dict:
         end, detail = ran(page)
         if end != "execution_success":
             return {"end": end, "detail": detail}
-        page.wait_for_timeout(2000)  # the clip's player comes late
+        page.wait_for_timeout(4000)  # the clip's player comes late
         grown = page.evaluate("() => { app.canvas.draw(true, true); return h3.sizes() }")
+        drawn = in_newer_nodes(page)
+        if "end" in drawn:
+            return drawn
+        grown = {name: [max(one) for one in zip(grown[name], drawn[name])] for name in grown}
         lay_out(page, spec, grown)
         shown = picture(page, task)
     page.evaluate("spec => { app.nodeOutputs = {}; h3.build(spec) }", spec)
     lay_out(page, spec, grown)
     return {"end": "execution_success", "grown": grown, "picture": shown, **page.evaluate("() => h3.read()")}
+
+
+def in_newer_nodes(page: Page) -> dict:
+    """How large every node is after a run in the page's newer rendering; the end of the run where it failed."""
+    settings(page, NEWER)
+    free(page)
+    end, detail = ran(page)
+    if end != "execution_success":
+        return {"end": end, "detail": detail}
+    page.evaluate("() => h3.fit()")
+    page.wait_for_timeout(2500)
+    drawn = page.evaluate("() => h3.drawn()")
+    settings(page, {name: PLAIN[name] for name in NEWER})
+    page.wait_for_timeout(1000)
+    return drawn
 
 
 def lay_out(page: Page, spec: dict, grown: dict) -> None:
@@ -132,10 +152,7 @@ def run_open(page: Page, task: dict, canvas: dict) -> dict:
     end, detail = ran(page)
     again = None
     if task.get("twice"):
-        # When a clip's player appears, the page takes it for an input ("video-preview") of the node that saved it:
-        # that node runs once more, whoever's it is. From then on nothing may.
-        page.wait_for_timeout(2500)
-        ran(page)
+        page.wait_for_timeout(2500)  # the clips' players come late, and are no input (web/player.js)
         ran(page)
         again = page.evaluate("() => window.h3Cached")
     shown = picture(page, task)
@@ -147,6 +164,7 @@ def run_open(page: Page, task: dict, canvas: dict) -> dict:
         "canvas": before["canvas"],
         "cached": again,
         "faults": page.evaluate("() => h3.faults()"),
+        "drawn faults": page.evaluate("() => LiteGraph.vueNodesMode ? h3.faults(true) : []"),
         "picture": shown,
     }
 

@@ -2,6 +2,7 @@
 
     workflow_graphs.py ─▶ real page (built, run, laid out) ─▶ workflows/NAME.json      the canvas, for people
                                                            ├▶ workflows/NAME.jpg       its picture, for the templates
+                                                           ├▶ docs/workflows/NAME.jpg  the same, large
                                                            └▶ tests/workflows/NAME.json  what the page would queue
 
 COMFYUI_PATH and COMFYUI_PYTHON as for the tests (comfy_server.py); the interpreter needs playwright.
@@ -19,9 +20,10 @@ from pathlib import Path
 from .comfy_server import ROOT, ComfyServer, find_checkout, find_python
 from .workflow_graphs import workflows
 
-CANVAS, API = ROOT / "workflows", ROOT / "tests" / "workflows"
+CANVAS, API, PICTURES = ROOT / "workflows", ROOT / "tests" / "workflows", ROOT / "docs" / "workflows"
 PACKAGE = "minimax-h3-runtime"
-THUMBNAIL = (640, 360)
+THUMBNAIL, LARGE = (640, 360), (1600, 900)
+SEEN = (1650, 850)  # pixels of the canvas on a common screen
 
 
 def on_page(server: ComfyServer, tasks: list[dict], folder: Path, seconds: float = 1500) -> list[dict]:
@@ -44,9 +46,20 @@ def version() -> str:
     return re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)[1]
 
 
+def view(canvas: dict) -> dict:
+    """How the canvas is first seen: whole where its words can be read then, else its upper left."""
+    corners = [(*node["pos"], *node["size"]) for node in canvas["nodes"]]
+    corners += [tuple(group["bounding"]) for group in canvas["groups"]]
+    left, top = (min(corner[axis] for corner in corners) for axis in (0, 1))
+    right, bottom = (max(corner[axis] + corner[axis + 2] for corner in corners) for axis in (0, 1))
+    whole = min(SEEN[0] / (right - left), SEEN[1] / (bottom - top))
+    scale = min(1.0, whole) if whole >= 0.5 else 0.6
+    return {"scale": scale, "offset": [80 / scale - left, 80 / scale - top]}
+
+
 def finished(canvas: dict, identity: str, core: str) -> dict:
-    """The canvas with an id that stays, the packages its nodes come from, and the view at its upper left."""
-    canvas = {**canvas, "id": identity, "extra": {**canvas["extra"], "ds": {"scale": 0.6, "offset": [120, 160]}}}
+    """The canvas with an id that stays, the packages its nodes come from, and a view to begin with."""
+    canvas = {**canvas, "id": identity, "extra": {**canvas["extra"], "ds": view(canvas)}}
     for node in canvas["nodes"]:
         ours = node["type"].startswith("H3Runtime")
         node["properties"] |= {"cnr_id": PACKAGE, "ver": version()} if ours else {"cnr_id": "comfy-core", "ver": core}
@@ -58,11 +71,11 @@ def write(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def thumbnail(picture: str, path: Path) -> None:
+def shrink(picture: str, path: Path, size: tuple[int, int]) -> None:
     from PIL import Image
 
-    image = Image.open(picture).convert("RGB")
-    image.resize(THUMBNAIL, Image.Resampling.LANCZOS).save(path, quality=80, optimize=True)
+    path.parent.mkdir(exist_ok=True)
+    Image.open(picture).convert("RGB").resize(size, Image.Resampling.LANCZOS).save(path, quality=80, optimize=True)
 
 
 def main(names: list[str]) -> int:
@@ -79,11 +92,13 @@ def main(names: list[str]) -> int:
             tasks = [{"do": "make", "spec": spec, "picture": f"{spec['name']}.png"} for spec in described]
             for spec, result in zip(described, on_page(server, tasks, Path(work))):
                 if result["end"] != "execution_success":
-                    print(f"{spec['name']}: {result['end']} {result.get('detail')}")
+                    why = result.get("detail") or {}
+                    print(f"{spec['name']}: {result['end']} {why.get('node_type')} {why.get('exception_message', why)}")
                     return 1
                 write(CANVAS / f"{spec['name']}.json", finished(result["canvas"], spec["id"], core))
                 write(API / f"{spec['name']}.json", result["api"])
-                thumbnail(result["picture"], CANVAS / f"{spec['name']}.jpg")
+                shrink(result["picture"], CANVAS / f"{spec['name']}.jpg", THUMBNAIL)
+                shrink(result["picture"], PICTURES / f"{spec['name']}.jpg", LARGE)
                 print(f"{spec['name']}: {len(result['api'])} nodes")
         finally:
             server.kill()

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from h3_runtime.demo.carried import FEW_STEP_LORA
 from h3_runtime.errors import CheckpointError, H3Error
 from h3_runtime.lora import PRESETS, Lora, open_lora, plan, preset_for
 from h3_runtime.models.dit import DiT, DiTConfig
@@ -271,6 +272,8 @@ def test_presets_beyond_the_table():
     new = preset_for("minimax_h3_ref2v_turbo_6step_v2.0_768p_bf16.safetensors")
     assert (new.forwards, new.video_shift, new.alpha, new.partition) == (6, 6.0, "file", "ref2va")
     assert "not a known file" in new.note and new not in PRESETS
+    carried = open_lora(FEW_STEP_LORA).preset
+    assert (carried.name, carried.forwards) == ("carried_4step", 4), "of the small model that the package carries"
     assert "disagree on its picture shift" in preset_for("minimax_h3_ref2v_turbo_8step_v1.0_768p.safetensors").note
 
 

@@ -46,9 +46,16 @@ SMALLER = {
 }
 
 
+def canvas_of(name: str) -> list[dict]:
+    return json.loads((ROOT / "workflows" / f"{name}.json").read_text(encoding="utf-8"))["nodes"]
+
+
 def note_of(name: str) -> str:
-    canvas = json.loads((ROOT / "workflows" / f"{name}.json").read_text(encoding="utf-8"))
-    return next(node["widgets_values"][0] for node in canvas["nodes"] if node["type"] == "MarkdownNote")
+    return next(node["widgets_values"][0] for node in canvas_of(name) if node["type"] == "MarkdownNote")
+
+
+def titles_of(name: str) -> dict[str, str]:
+    return {str(node["id"]): node.get("title", "") for node in canvas_of(name)}
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=[path.stem for path in WORKFLOWS])
@@ -69,11 +76,18 @@ def test_bundled_workflows(pack, path):
             files = list(output.glob(f"{prefix}_0*"))
             assert files, f"{prefix} was not saved"
             clips += [file for file in files if file.suffix == ".mp4"]
-    (sampler_node,) = [name for name, step in graph.items() if step["class_type"] == "H3RuntimeSampler"]
-    label = done[sampler_node][1].split(" ")[0]
-    assert f"As it stands: {label}," in note_of(path.stem), "the note on the canvas says which label comes out"
+            clips += [file / "side_by_side.mp4" for file in files if file.is_dir()]
+    note, titles = note_of(path.stem), titles_of(path.stem)
+    samplers = [name for name, step in graph.items() if step["class_type"] == "H3RuntimeSampler"]
+    for name in samplers:
+        label = done[name][1].split(" ")[0]
+        said = f"As it stands: {label}," if len(samplers) == 1 else f"{titles[name][0]} is {label}"
+        assert said in note, "the note on the canvas says which label comes out"
     clip = read_clip(clips[0])
     assert clip.audio is not None and float(clip.audio.abs().max()) > 0, "a clip with sound"
+    for name, step in graph.items():
+        if step["class_type"].startswith("H3RuntimeCompare"):
+            assert "measured before encoding" in done[name][0], done[name][0]
 
 
 def test_files_come_back(pack, tmp_path):

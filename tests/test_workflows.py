@@ -13,7 +13,9 @@ import re
 
 import pytest
 
-from .make_workflows import API, CANVAS, PACKAGE
+from h3_runtime.demo.world import COLOURS, MOTION_WORDS, SHAPES, TONES
+
+from .make_workflows import API, CANVAS, PACKAGE, PICTURES
 from .workflow_graphs import workflows
 
 NAMES = [workflow.name for workflow in workflows()]
@@ -35,9 +37,16 @@ def nodes_of(name: str) -> list[dict]:
 
 
 def test_every_file_is_described_and_every_description_has_its_files():
-    for folder, suffix in ((CANVAS, ".json"), (CANVAS, ".jpg"), (API, ".json")):
+    for folder, suffix in ((CANVAS, ".json"), (CANVAS, ".jpg"), (API, ".json"), (PICTURES, ".jpg")):
         assert all(re.fullmatch(r"\d\d-[a-z0-9-]+", name) for name in NAMES), "names for any file system and address"
         assert sorted(path.stem for path in folder.glob(f"*{suffix}")) == sorted(NAMES), f"{folder.name}/*{suffix}"
+
+
+@pytest.mark.parametrize("page", ["workflows.md", "workflows.zh.md"])
+def test_every_workflow_has_its_section_and_picture(page):
+    words = (PICTURES.parent / page).read_text(encoding="utf-8")
+    assert [title[:2] for title in re.findall(r"^## (.+)$", words, re.MULTILINE)] == [name[:2] for name in NAMES]
+    assert re.findall(r"!\[.*\]\(workflows/(.+)\.jpg\)", words) == NAMES
 
 
 # ---- canvas and API form
@@ -98,7 +107,8 @@ def test_it_opens_anywhere_and_runs_with_nothing(name):
     canvas, nodes = canvas_of(name), nodes_of(name)
     types = [node["type"] for node in nodes]
     assert {one for one in types if not one.startswith("H3Runtime")} <= OF_COMFYUI
-    assert types.count("H3RuntimeLoadModel") == 1 and "H3RuntimeSampler" in types
+    assert types.count("H3RuntimeLoadModel") == ("H3RuntimeSampler" in types), "one loader serves all samplers"
+    assert types.count("H3RuntimeLoadVaes") == 1
     assert any(node["type"] == "MarkdownNote" for node in canvas["nodes"]) and len(canvas["groups"]) >= 4
     for node in nodes:
         ours = node["type"].startswith("H3Runtime")
@@ -141,10 +151,28 @@ def crosses(a, b) -> bool:
 def test_the_note_says_what_a_user_asks(name):
     (words,) = [node["widgets_values"][0] for node in canvas_of(name)["nodes"] if node["type"] == "MarkdownNote"]
     assert words.startswith(f"# {name[:2]} ")
-    for said in ("**Run**", "Real weights.", "The label.", "H3 Load Model"):
+    pickers = {"H3RuntimeLoadModel": "*H3 Load Model*", "H3RuntimeLoadVaes": "*H3 Load VAEs*"}
+    pickers |= {"H3RuntimeLoadTextEncoder": "*H3 Load Text Encoder*", "H3RuntimeLoadLora": "*H3 Load LoRA*"}
+    types = {node["type"] for node in nodes_of(name)}
+    for said in ("**Run**", "Real weights.", "The label.", *(pickers[kind] for kind in types & set(pickers))):
         assert said in words
     if "H3RuntimeSampleMedia" in {node["type"] for node in nodes_of(name)}:
         assert "*Load Image*" in words or "*Load Video*" in words
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_words_are_of_the_world_that_the_small_model_knows(name):
+    values = [value for node in nodes_of(name) for key, value in widget_values(node).items() if key == "prompt"]
+    for prompt in values:
+        assert read_scene(prompt.replace("in the colour of <Picture 1>", "").strip()), prompt
+
+
+def read_scene(prompt: str) -> bool:
+    """Whether ``prompt`` is a sentence of the small world."""
+    colours, shapes, tones = "|".join(COLOURS), "|".join(SHAPES), "|".join(TONES)
+    motions = "|".join(words for words in MOTION_WORDS.values() if "{" not in words)
+    sound = rf"({tones}) (tone|beeps|tone, then a beep)"
+    return bool(re.fullmatch(rf"a (({colours}) )?({shapes}) +({motions})( on the (left|right))?, {sound}", prompt))
 
 
 # ---- order of inputs and outputs: a saved canvas holds values by their place

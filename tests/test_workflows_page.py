@@ -22,7 +22,8 @@ from .workflow_graphs import workflows
 
 pytestmark = [pytest.mark.needs("comfyui"), pytest.mark.needs("browser")]
 NAMES = [workflow.name for workflow in workflows()]
-NEW_NODES = {"Comfy.VueNodes.Enabled": True}
+TEXT = "02-text-to-video-lossless"
+NEWER = {"Comfy.VueNodes.Enabled": True}
 
 CHECKOUT, WHY = find_checkout()
 if CHECKOUT is None:
@@ -114,23 +115,23 @@ def test_the_page_keeps_every_value(opened, name):
 
 
 def test_a_saved_clip_dropped_on_the_canvas_brings_its_workflow_back(server, opened, pictures):
-    first = opened(NAMES[0])
+    first = opened(TEXT)
     clip = server.output / "h3" / "text_00001_.mp4"
     (done,) = on_page(server, [{"do": "drop", "file": str(clip), "picture": "dropped.png"}], pictures)
-    assert bare(done["api"], queued(NAMES[0])) == as_kept(NAMES[0]) and ours(done["errors"]) == []
+    assert bare(done["api"], queued(TEXT)) == as_kept(TEXT) and ours(done["errors"]) == []
     here, there = ([node["pos"] for node in one["nodes"]] for one in (done["canvas"], first["canvas"]))
     assert here == there
 
 
 def test_the_new_nodes_of_the_page_show_them_too(server, pictures):
-    shown = ("02-text-to-video-lossless", "05-references")
     asked = [
-        {"do": "open", "canvas": read(CANVAS / f"{name}.json"), "picture": f"{name}-new.png", "settings": NEW_NODES}
-        for name in shown
+        {"do": "open", "canvas": read(CANVAS / f"{name}.json"), "picture": f"{name}-new.png", "settings": NEWER}
+        for name in NAMES
     ]
-    for name, done in zip(shown, on_page(server, asked, pictures)):
+    for name, done in zip(NAMES, on_page(server, asked, pictures)):
         assert done["end"] == "execution_success" and ours(done["errors"]) == [], done
         assert bare(done["api"], queued(name)) == as_kept(name)
+        assert done["drawn faults"] == [], f"{name}: nothing lies over anything"
 
 
 def test_the_template_list_names_them(server, pictures):
@@ -143,10 +144,10 @@ def test_the_template_list_names_them(server, pictures):
 
 def test_an_error_is_one_sentence_on_its_node(server, pictures):
     changes = [["H3RuntimeEmptyLatent", "height", 0]]
-    asked = {"do": "fail", "canvas": read(CANVAS / f"{NAMES[0]}.json"), "changes": changes, "picture": "error.png"}
+    asked = {"do": "fail", "canvas": read(CANVAS / f"{TEXT}.json"), "changes": changes, "picture": "error.png"}
     (done,) = on_page(server, [asked], pictures)
     assert done["end"] == "execution_error"
     assert done["detail"]["exception_message"].strip() == (
-        "width is 192 and height 0: give both, or 0 for both to use the ratio"
+        "width is 128 and height 0: give both, or 0 for both to use the ratio"
     )
     assert "height 0: give both" in done["words"], "the sentence is not on the page"

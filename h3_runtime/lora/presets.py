@@ -114,6 +114,7 @@ PRESETS: tuple[Preset, ...] = (
         "768p",
         "it was trained for chunks with a cache and a sigma grid of its own; a whole clip at once differs",
     ),
+    Preset("carried_4step", FL2V, 4, 4, 4, 12.0, 3.0, FROM_RANK),  # of the small model that the package carries
 )
 BY_NAME = {preset.name: preset for preset in PRESETS}
 
@@ -126,6 +127,7 @@ _OTHERS = (
     (re.compile(r"ckpt[_-]?850"), "larryvrh_ckpt850"),
     (re.compile(r"minimax[_-]h3[_-]turbo[_-]4step"), "larryvrh_v1"),
     (re.compile(r"taomate"), "taomate_3step"),
+    (re.compile(r"4 forwards, of the carried dit"), "carried_4step"),
 )
 
 
