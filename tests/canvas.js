@@ -3,7 +3,7 @@
 //   h3.build({nodes, groups}) ─▶ nodes on the canvas    h3.arrange(...) ─▶ columns left to right, wires round the nodes
 //   h3.read() ─▶ {canvas, api}                                h3.faults() ─▶ overlaps and texts that do not fit
 window.h3 = (() => {
-  const COLUMN_GAP = 150, ROW_GAP = 100, TITLE = 30, PAD = 20, HEAD = 44
+  const COLUMN_GAP = 150, ROW_GAP = 100, TITLE = 30, PAD = 20, HEAD = 44, SLOTS = 10 // wires in a gap of columns
   const graph = () => app.rootGraph ?? app.graph
   const made = new Map()
 
@@ -16,6 +16,7 @@ window.h3 = (() => {
       graph().add(node)
       made.set(about.name, node)
       if (about.title) node.title = about.title
+      if (about.muted) node.mode = 2
       if (about.colour) { node.color = about.colour[0]; node.bgcolor = about.colour[1] }
       for (const [name, value] of Object.entries(about.widgets ?? {})) {
         const widget = node.widgets?.find(one => one.name === name) ?? (about.type.endsWith('Note') && node.widgets[0])
@@ -65,9 +66,9 @@ window.h3 = (() => {
       width[column] = Math.max(width[column] ?? 0, node.size[0])
       if (rows === 1) height[row] = Math.max(height[row] ?? 0, tall)
     }
-    for (const { name, column } of spec.nodes) {
+    for (const { name, column, size } of spec.nodes) { // as wide as the column, save for those that a size was given
       const node = made.get(name)
-      node.setSize([width[column], node.size[1]])
+      if (!size) node.setSize([width[column], node.size[1]])
     }
     for (const { name, row, rows = 1 } of spec.nodes) { // one that spans rows has room in them
       if (rows === 1 || made.get(name).type.endsWith('Note')) continue
@@ -136,33 +137,44 @@ window.h3 = (() => {
         : [from.getConnectionPos(false, link.origin_slot), to.getConnectionPos(true, link.target_slot)]
       return { link, from, to, a: [...slots[0]], b: [...slots[1]] }
     })
-    const taken = {}
+    const taken = {}, outs = {}
     for (const { link, from, to, a, b } of links) {
-      if (free(curve(a, b), [from, to])) continue
-      const best = []
-      for (const edge of edges) {
-        for (let lane = 0; lane < 6; lane++) {
-          const y = edge + 8 + 11 * lane
-          const gap = key => { taken[key] = taken[key] ?? 0; return 16 + 10 * (taken[key] % 6) }
-          const inKey = `in ${to.pos[0]}`, outKey = `out ${from.pos[0]}`
-          const one = [from.pos[0] + from.size[0] + gap(outKey) + 10, y], two = [to.pos[0] - gap(inKey) - 10, y]
-          if (two[0] < one[0]) continue
-          if (used.some(other => Math.abs(other.y - y) < 9 && other.from < two[0] && one[0] < other.to)) continue
-          const path = [...curve(a, one), ...curve(one, two), ...curve(two, b)]
-          if (free(path, [])) best.push({ cost: Math.abs(y - a[1]) + Math.abs(y - b[1]), one, two, y, inKey, outKey })
-          else if (free(path, [from, to])) {
-            best.push({ cost: 500 + Math.abs(y - a[1]) + Math.abs(y - b[1]), one, two, y, inKey, outKey })
-          }
+      if (a[0] < b[0] && free(curve(a, b), [from, to])) continue
+      const origin = `${link.origin_id} ${link.origin_slot}` // wires of one output run as one
+      const keys = [`out ${from.pos[0]}`, `in ${to.pos[0]}`], slots = [origin, keys[1]]
+      const first = slots.map((key, index) => (outs[key] ?? taken[keys[index]] ?? 0) % SLOTS)
+      let best = null
+      const tryWay = (y, out, into) => {
+        const one = [from.pos[0] + from.size[0] + 26 + 10 * out, y], two = [to.pos[0] - 26 - 10 * into, y]
+        const span = [Math.min(one[0], two[0]), Math.max(one[0], two[0])]
+        if (two[0] < one[0] && to.pos[0] > from.pos[0]) return
+        const near = used.filter(other => Math.abs(other.y - y) < 9 && other.from < span[1] && span[0] < other.to)
+        if (near.some(other => other.origin !== origin || other.y !== y)) return
+        const cost = (near.length ? 0 : 100) + Math.abs(y - a[1]) + Math.abs(y - b[1]) + 3 * (Math.abs(out - first[0]) + Math.abs(into - first[1]))
+        if (best && cost >= best.cost) return
+        const points = [...middle(a, one), one, two, ...middle(b, two)]
+        const path = [a, ...points, b].flatMap((point, index, all) => index ? curve(all[index - 1], point) : [])
+        if (free(path, [])) best = { cost, points, one, two, y, out }
+        else if ((!best || cost + 500 < best.cost) && free(path, [from, to])) best = { cost: cost + 500, points, one, two, y, out }
+      }
+      for (const edge of edges) for (let lane = 0; lane < 6; lane++) tryWay(edge + 8 + 11 * lane, ...first)
+      for (let out = 0; out < SLOTS && !best; out++) {
+        for (let into = 0; into < SLOTS; into++) {
+          for (const edge of edges) for (let lane = 0; lane < 6; lane += 2) tryWay(edge + 8 + 11 * lane, out, into)
         }
       }
-      if (!best.length) continue
-      const way = best.reduce((x, y) => y.cost < x.cost ? y : x)
-      used.push({ y: way.y, from: way.one[0], to: way.two[0] })
-      taken[way.inKey]++
-      taken[way.outKey]++
-      for (const point of [way.one, way.two]) graph().createReroute(point, link)
+      if (!best) continue
+      const ends = [best.one[0], best.two[0]]
+      outs[origin] ??= best.out
+      if (!used.some(other => other.origin === origin)) taken[keys[0]] = (taken[keys[0]] ?? 0) + 1
+      taken[keys[1]] = (taken[keys[1]] ?? 0) + 1
+      used.push({ origin, y: best.y, from: Math.min(...ends), to: Math.max(...ends) })
+      for (const point of best.points) graph().createReroute(point, link)
     }
   }
+
+  // A point half way of a long way up or down at ``far``: one curve over all of it would bulge into its neighbours.
+  const middle = (end, far) => Math.abs(end[1] - far[1]) > 330 ? [[far[0], (end[1] + far[1]) / 2]] : []
 
   // Notes as tall as their words, which the page knows once it has drawn them.
   function fitNotes () {
@@ -188,7 +200,7 @@ window.h3 = (() => {
   }
 
   // Bring all of the graph into view.
-  function fit (left0 = 80, top0 = 70, margin = 30) {
+  function fit (left0 = 80, top0 = 110, margin = 30) {
     const boxes = [...graph()._nodes.map(node => [node.pos[0], node.pos[1] - TITLE, node.pos[0] + node.size[0],
       node.pos[1] + node.size[1]]), ...graph()._groups.map(group => [group.pos[0], group.pos[1],
       group.pos[0] + group.size[0], group.pos[1] + group.size[1]])]

@@ -32,8 +32,12 @@ def canvas_of(name: str) -> dict:
     return read(CANVAS / f"{name}.json")
 
 
+MUTED = {"13-here-lossless-against-a-server": 2}  # the server's side and the comparison, until there is a server
+
+
 def nodes_of(name: str) -> list[dict]:
-    return [node for node in canvas_of(name)["nodes"] if not node["type"].endswith("Note")]
+    """The nodes that run."""
+    return [node for node in canvas_of(name)["nodes"] if not node["type"].endswith("Note") and node["mode"] == 0]
 
 
 def test_every_file_is_described_and_every_description_has_its_files():
@@ -84,7 +88,7 @@ def test_the_canvas_is_what_is_queued(name):
 @pytest.mark.parametrize("workflow", workflows(), ids=NAMES)
 def test_the_canvas_is_what_is_described(workflow):
     described, queued = workflow.described(), read(API / f"{workflow.name}.json")
-    boxes = [box for box in described["nodes"] if not box["type"].endswith("Note")]
+    boxes = [box for box in described["nodes"] if not (box["type"].endswith("Note") or box.get("muted"))]
     assert [box["type"] for box in boxes] == [step["class_type"] for step in queued.values()]
     ids = dict(zip((box["name"] for box in boxes), queued))
     for box, step in zip(boxes, queued.values()):
@@ -109,11 +113,11 @@ def test_it_opens_anywhere_and_runs_with_nothing(name):
     assert {one for one in types if not one.startswith("H3Runtime")} <= OF_COMFYUI
     assert types.count("H3RuntimeLoadModel") == ("H3RuntimeSampler" in types), "one loader serves all samplers"
     assert types.count("H3RuntimeLoadVaes") == 1
+    assert sum(node["mode"] != 0 for node in canvas["nodes"]) == MUTED.get(name, 0), "muted or bypassed"
     assert any(node["type"] == "MarkdownNote" for node in canvas["nodes"]) and len(canvas["groups"]) >= 4
     for node in nodes:
         ours = node["type"].startswith("H3Runtime")
         assert node["properties"]["cnr_id"] == (PACKAGE if ours else "comfy-core") and node["properties"]["ver"]
-        assert node["mode"] == 0, f"{node['type']} is muted or bypassed"
     values = [value for node in nodes for value in widget_values(node).values() if isinstance(value, str)]
     assert not [value for value in values if re.search(r"\.(png|mp4|wav|safetensors|gguf)\b", value)]
     seeds = [widget_values(node) for node in nodes if node["type"] == "H3RuntimeSampler"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from .workflow_parts import (
     CLIPS,
     PROMPT,
+    SEED,
     Box,
     Link,
     Workflow,
@@ -33,9 +34,9 @@ VIEWER = (
 FRAMES = {"weights": "1 Weights", "what": "2 What is seen and heard, and how long"}
 
 
-def side(letter: str, words: str, row: int, source: Link, **more) -> Box:
+def side(letter: str, words: str, row: int, source: Link, column: int = 3, **more) -> Box:
     """The sampler of one side; its title begins with the side's letter."""
-    made = sampler(3, row, ("prompt", "positive"), name=f"sampler {letter}")
+    made = sampler(column, row, ("prompt", "positive"), name=f"sampler {letter}")
     return changed(made, group=letter, title=f"{letter.upper()}: H3 Sampler, {words}", links={"model": source}, **more)
 
 
@@ -86,12 +87,15 @@ and not the same.
         ("b", 2, ("fewer", "model"), "INT8"),
     ):
         latent = (f"sampler {letter}", "latent")
-        sides += [side(letter, way, row, source), picture(letter, row, latent), ears(letter, row + 1, latent)]
+        made = side(
+            letter, way, row, source, widgets={"resume": False}
+        )  # what each costs is shown: nothing is taken up
+        sides += [made, picture(letter, row, latent), ears(letter, row + 1, latent)]
     result = compared(
         "compare",
         5,
         0,
-        {"a": "A exact", "b": "B INT8"},
+        {"a": "exact", "b": "INT8"},
         latent_a=("sampler a", "latent"),
         latent_b=("sampler b", "latent"),
         audio_a=("sound a", "audio"),
@@ -136,13 +140,11 @@ own numbers there; 0 is this machine.
     ):
         sides.append(side(letter, way, row, source))
         sides.append(kept(letter, row, f"h3/card_{letter}", rows=2))
-        links = {"model": source, "latent": ("empty", "latent"), "positive": ("prompt", "positive")}
-        links |= {"video_vae": ("vaes", "video vae"), "audio_vae": ("vaes", "audio vae")}
+        links = {"model": source, "latent": ("empty", "latent")}
         plan = {"vram_gib": 24.0, "ram_gib": 64.0}
         title = f"{letter.upper()}: H3 Memory Plan"
-        sides.append(
-            Box(f"plan {letter}", "H3RuntimeMemoryPlan", 3 if letter == "a" else 4, 4, "plan", title, plan, links)
-        )
+        column, size = 3 if letter == "a" else 4, (340, 400)
+        sides.append(Box(f"plan {letter}", "H3RuntimeMemoryPlan", column, 4, "plan", title, plan, links, size=size))
     return Workflow(
         "08-24-gb-lossless-streamed-against-int8",
         boxes(
@@ -167,18 +169,18 @@ own numbers there; 0 is this machine.
     )
 
 
-def kept(letter: str, row: int, prefix: str, rows: int = 2) -> Box:
+def kept(letter: str, row: int, prefix: str, rows: int = 2, column: int = 4) -> Box:
     """Decode and save with the frames kept as before encoding."""
-    made = save(4, row, prefix, (f"sampler {letter}", "latent"))
+    made = save(column, row, prefix, (f"sampler {letter}", "latent"))
     return changed(made, name=f"save {letter}", group=letter, rows=rows, widgets={"keep_frames": True})
 
 
-def filed(name: str, column: int, row: int, letter: str, rows: int = 2, size=(560, 900)) -> Box:
+def filed(name: str, column: int, row: int, letter: str, rows: int = 2, size=(560, 900), group: str = "save") -> Box:
     """H3 Compare Videos of the saved clip of side A and that of another."""
     links = {"video_a": ("save a", "video"), "video_b": (f"save {letter}", "video")}
-    return Box(
-        name, "H3RuntimeCompareVideos", column, row, "save", "", {"filename_prefix": f"h3/{name}"}, links, rows, size
-    )
+    title = f"{letter.upper()} against A: H3 Compare Videos"
+    widgets = {"filename_prefix": f"h3/{name}"}
+    return Box(name, "H3RuntimeCompareVideos", column, row, group, title, widgets, links, rows, size)
 
 
 WAYS = (
@@ -202,34 +204,33 @@ of its own. Press **Run**.
 Each sampler says how long it took and what engaged. On the small model the times say little: it is too small for \
 shortcuts to pay. With real weights they do, and what they cost is what this workflow shows.
 
-**One at a time.** Select a row and press Ctrl+M to mute it.
+**One at a time.** Select what is in a frame and press Ctrl+M to mute it.
 
 {VIEWER}
 """
 
-    def accelerate(letter: str, row: int, **widgets) -> Box:
-        return Box(f"way {letter}", "H3RuntimeAccelerate", 2, row, letter, "", widgets)
+    def accelerate(letter: str, column: int, **widgets) -> Box:
+        return Box(f"way {letter}", "H3RuntimeAccelerate", column, 1, letter, "", widgets)
 
     lora = Box(
         "lora",
         "H3RuntimeLoadLora",
-        2,
-        8,
+        7,
+        0,
         "e",
         "H3 Load LoRA (a few-step one)",
         {"lora": "small carried model, 4 steps"},
         {"model": ("model", "model")},
     )
     sources = {"b": ("fewer", "model"), "e": ("lora", "model")}
-    rows = []
-    for at, (letter, way) in enumerate([("a", "exact"), *((letter, way) for letter, way, _ in WAYS)]):
-        made = side(letter, way, 2 * at, sources.get(letter, ("model", "model")))
+    columns = []
+    for column, (letter, way) in enumerate([("a", "exact"), *((letter, way) for letter, way, _ in WAYS)], start=3):
+        made = side(letter, way, 2, sources.get(letter, ("model", "model")), column, rows=1)
         if letter in "cde":
             made = changed(made, links={"acceleration": (f"way {letter}", "acceleration")})
-        rows += [made, kept(letter, 2 * at, f"h3/path_{letter}")]
+        columns += [made, kept(letter, 3, f"h3/path_{letter}", 1, column)]
         if letter != "a":
-            rows.append(filed(f"compare_{letter}", 5, 2 * at, letter))
-    rows = [changed(box, group=box.name[-1]) if box.name.startswith("compare_") else box for box in rows]
+            columns.append(filed(f"compare_{letter}", column, 4, letter, 1, group=letter))
     return Workflow(
         "09-accelerated-paths-side-by-side",
         boxes(
@@ -237,16 +238,16 @@ shortcuts to pay. With real weights they do, and what they cost is what this wor
             model(0),
             encoder(1),
             vaes(2),
-            prompt(0, words="a green triangle grows, middle tone"),
+            prompt(0, words="a purple square moves up, middle tone"),
             empty(1),
-            quantised(2, "b"),
-            accelerate("c", 4, accelerator="block-cache"),
+            quantised(1, "b", 4),
+            accelerate("c", 5, accelerator="block-cache"),
             accelerate("d", 6, accelerator="forecast", **{"accelerator.calls": 0.5}),
             lora,
-            accelerate("e", 9, accelerator="few-step"),
-            *rows,
+            accelerate("e", 7, accelerator="few-step"),
+            *columns,
             pickers="in *H3 Load Model*, *H3 Load Text Encoder* and *H3 Load VAEs*, and in *H3 Load LoRA* a few-step "
-            "LoRA made for your weights (without one, mute row E)",
+            "LoRA made for your weights (without one, mute frame E)",
             label=f"{AB}, C is APPROXIMATE, D is APPROXIMATE, E is APPROXIMATE.",
         ),
         {**FRAMES, "a": "A: exact", **{letter: f"{letter.upper()}: {way}, against A" for letter, way, _ in WAYS}},
@@ -272,7 +273,7 @@ the decoders; then they carry its label.
 """
     latent = ("encoded", "latent")
     sound = {"audio_a": ("sound", "audio"), "audio_b": ("sound", "audio")}
-    named = {"a": "A 256 px (reference)", "b": "B 128 px", "c": "C 448 px, one tile"}
+    named = {"a": "256 px (reference)", "b": "128 px", "c": "448 px, one tile"}
     pictures = [
         changed(picture(letter, row, latent, tile=tile), title=f"{letter.upper()}: H3 Decode Video, tile {tile}")
         for letter, row, tile in (("a", 0, 256), ("b", 1, 128), ("c", 2, 448))
@@ -295,4 +296,50 @@ the decoders; then they carry its label.
             "APPROXIMATE, and say so.",
         ),
         {"weights": "1 Weights", "what": "2 A clip", "render": "3 Decode, three ways", "save": "4 Compare"},
+    )
+
+
+def against_server() -> Workflow:
+    words = f"""
+# 13 Here, lossless, against a server
+
+**A** renders here. **B** asks a server of yours (SGLang or vLLM-Omni) for the same clip, with the same words, and \
+*H3 Compare Videos* shows how far the two lie apart. Press **Run**: A runs. B is muted until there is a server.
+
+**B.** Enter a server once (python -m h3_runtime engine --help says how), press R and choose it in *H3 Render on a \
+Server*. Select what is in frame B and in frame *Compare* and press Ctrl+M. A server has the real weights: choose \
+them here as well before you compare, and write the same words on both sides. It draws its own noise, so that the \
+same seed gives another clip there; its label says that nothing of it is verified here.
+
+{VIEWER}
+"""
+    remote = Box(
+        "save b",
+        "H3RuntimeRemoteRender",
+        3,
+        2,
+        "b",
+        "B: H3 Render on a Server",
+        {"prompt": PROMPT, "seconds": 5.167, "filename_prefix": "h3/server_b", **SEED},
+        rows=2,
+        size=(360, 720),
+        muted=True,
+    )
+    return Workflow(
+        "13-here-lossless-against-a-server",
+        boxes(
+            words,
+            model(0),
+            encoder(1),
+            vaes(2),
+            prompt(0),
+            empty(1),
+            side("a", "lossless", 0, ("model", "model")),
+            kept("a", 0, "h3/here_a"),
+            remote,
+            changed(filed("compare", 5, 0, "b", 4, (640, 1180)), muted=True),
+            label="As it stands: LOSSLESS, for A: the steps and shifts are the release's own. B has the label of its "
+            "engine.",
+        ),
+        {**FRAMES, "a": "3 A: here, lossless", "b": "4 B: a server (muted)", "save": "5 Compare (muted)"},
     )

@@ -217,7 +217,8 @@ def inpaint() -> Workflow:
 
 White in the mask is made anew, black is kept. The sound stays as it is (*sound* = keep). Press **Run**: the red \
 circle of the clip becomes blue and goes the same way. *The token grid* shows what the model really makes anew: a \
-token is 32x32 pixels, and 1 or 4 frames.
+token is 32x32 pixels, and 1 or 4 frames. (*original* of the last node takes the clip's sound where you want its own \
+samples in the file.)
 
 **Your clip.** Connect *Load Video* to *video* of *H3 Encode Video and Sound*, and *Load Image (as Mask)* to \
 *mask*. One mask counts for all frames; one per frame is possible.

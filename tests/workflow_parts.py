@@ -50,6 +50,7 @@ class Box:
     links: dict[str, Link] = field(default_factory=dict)
     rows: int = 1
     size: tuple[int, int] | None = None
+    muted: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Workflow:
                 "widgets": box.widgets,
                 "links": {name: list(link) for name, link in box.links.items()},
                 **({"size": list(box.size)} if box.size else {}),
+                **({"muted": True} if box.muted else {}),
                 **({"colour": list(NOTE)} if box.type == "MarkdownNote" else {}),
             }
             for box in self.boxes
