@@ -306,7 +306,7 @@ def against_server() -> Workflow:
 **A** renders here. **B** asks a server of yours (SGLang or vLLM-Omni) for the same clip, with the same words, and \
 *H3 Compare Videos* shows how far the two lie apart. Press **Run**: A runs. B is muted until there is a server.
 
-**B.** Enter a server once (python -m h3_runtime engine --help says how), press R and choose it in *H3 Render on a \
+**B.** Enter a server once (python -m h3_runtime engine list says where), press R and choose it in *H3 Render on a \
 Server*. Select what is in frame B and in frame *Compare* and press Ctrl+M. A server has the real weights: choose \
 them here as well before you compare, and write the same words on both sides. It draws its own noise, so that the \
 same seed gives another clip there; its label says that nothing of it is verified here.

@@ -8,7 +8,7 @@ workflow_parts.py has what they are made of.
 
 from __future__ import annotations
 
-from .workflow_comparisons import accelerated, first_run, streamed, tiles
+from .workflow_comparisons import accelerated, against_server, first_run, streamed, tiles
 from .workflow_parts import (
     CLIPS,
     GROUPS,
@@ -501,5 +501,5 @@ def against_a_server() -> Workflow:
 def workflows() -> tuple[Workflow, ...]:
     """All of them, in the order of their numbers."""
     makers = (first_run, text_to_video, first_and_last, guides, references, inpaint, extend)
-    makers += (streamed, accelerated, embeddings, tiles, mixing)
+    makers += (streamed, accelerated, embeddings, tiles, mixing, against_server)
     return tuple(make() for make in makers)
