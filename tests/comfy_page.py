@@ -30,6 +30,8 @@ RUN = """() => new Promise(done => {
 })"""
 MISSING = """() => (app.rootGraph ?? app.graph)._nodes.map(node => node.type)
     .filter(type => !LiteGraph.registered_node_types[type])"""
+TOLD = """() => (app.rootGraph ?? app.graph)._nodes
+    .filter(node => node.widgets?.some(one => one.name === '$$node-text-preview' && one.value)).map(node => node.type)"""
 PLAIN = {
     "Comfy.Minimap.Visible": False,
     "Comfy.Graph.CanvasInfo": False,
@@ -86,7 +88,7 @@ def picture(page: Page, task: dict) -> str | None:
 def ran(page: Page, seconds: float = 300) -> tuple[str, dict]:
     page.set_default_timeout(seconds * 1000)
     end, detail = page.evaluate(RUN)
-    page.wait_for_timeout(700)
+    page.wait_for_timeout(3000)  # until what came back is on the page: players, viewers, texts
     return end, detail
 
 
@@ -164,6 +166,7 @@ def run_open(page: Page, task: dict, canvas: dict) -> dict:
         "canvas": before["canvas"],
         "cached": again,
         "faults": page.evaluate("() => h3.faults()"),
+        "told": page.evaluate(TOLD),
         "drawn faults": page.evaluate("() => LiteGraph.vueNodesMode ? h3.faults(true) : []"),
         "picture": shown,
     }

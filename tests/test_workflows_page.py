@@ -99,6 +99,7 @@ def test_it_loads_and_runs(opened, name):
     assert done["missing"] == [] and ours(done["errors"]) == []
     assert bare(done["api"], queued(name)) == as_kept(name), "the page queues what the test without a page runs"
     assert done["faults"] == [], "after its run nothing lies over anything"
+    assert "H3RuntimeLoadVaes" in done["told"], "what nodes say of the run stays on them (web/told.js)"
 
 
 @pytest.mark.parametrize("name", NAMES)
