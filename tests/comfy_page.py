@@ -31,7 +31,8 @@ RUN = """() => new Promise(done => {
 MISSING = """() => (app.rootGraph ?? app.graph)._nodes.map(node => node.type)
     .filter(type => !LiteGraph.registered_node_types[type])"""
 TOLD = """() => (app.rootGraph ?? app.graph)._nodes
-    .filter(node => node.widgets?.some(one => one.name === '$$node-text-preview' && one.value)).map(node => node.type)"""
+    .filter(node => node.widgets?.some(one => one.name === '$$node-text-preview' && one.value))
+    .map(node => node.type)"""
 PLAIN = {
     "Comfy.Minimap.Visible": False,
     "Comfy.Graph.CanvasInfo": False,
