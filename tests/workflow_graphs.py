@@ -112,7 +112,7 @@ def guides() -> Workflow:
     words = """
 # 04 Guides at several frames, with sound
 
-Three guides, one *H3 Add Guide* each: a picture at the first frame, another in the middle (0.458 seconds), and a \
+Three guides, one *H3 Add Guide* each: a picture at the first frame, another in the middle (0.46 seconds), and a \
 sound from the beginning on. Their order does not matter. Press **Run**: the circle passes through both pictures.
 
 **Your media.** Connect *Load Image*, *Load Video* or *Load Audio* in place of *H3 Sample Media*. A *Load Video* \
@@ -140,7 +140,7 @@ model leave the guide further.
             empty(2),
             media(3),
             guide("one", 3, ("prompt", "positive"), {"at": "frame", "frame": 0}, **picture),
-            guide("two", 4, ("one", "positive"), {"at": "seconds", "seconds": 0.458}, **middle),
+            guide("two", 4, ("one", "positive"), {"at": "seconds", "seconds": 0.46}, **middle),
             guide("three", 5, ("two", "positive"), {"at": "frame", "frame": 0}, **sound),
             sampler(6, 0, ("three", "positive")),
             save(7, 0, "h3/guides"),
