@@ -1,4 +1,4 @@
-"""The sides of a comparison: one loader for both, one DiT in memory at a time, frames that know how they were decoded."""
+"""The sides of a comparison: one loader for both, one DiT in memory, frames that know how they were decoded."""
 
 from __future__ import annotations
 
