@@ -65,6 +65,9 @@ def test_bundled_workflows(pack, path):
     graph, record = json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".safetensors")
     for step in graph.values() if not record.is_file() else ():
         step["inputs"] |= SMALLER.get(step["class_type"], {})
+    for name, title in titles_of(path.stem).items():
+        if title[:2] in ("B:", "C:", "D:", "E:") and graph.get(name, {}).get("class_type") == "H3RuntimeSampler":
+            graph[name]["inputs"]["steps"] = 10  # APPROXIMATE with any number of steps
     theirs = {name for name, step in graph.items() if step["class_type"].startswith("MiniMaxH3")}
     recorded = played_back(record) if record.is_file() else {}
     assert set(recorded) == theirs, "the host's nodes of this workflow are played back: run comfy_record.py"
