@@ -13,6 +13,8 @@ from .workflow_parts import (
     CLIPS,
     GROUPS,
     PROMPT,
+    SEED,
+    SMALL,
     Box,
     Link,
     Workflow,
