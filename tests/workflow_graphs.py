@@ -13,8 +13,6 @@ from .workflow_parts import (
     CLIPS,
     GROUPS,
     PROMPT,
-    SEED,
-    SMALL,
     Box,
     Link,
     Workflow,
@@ -453,51 +451,6 @@ LABEL_MIXED = (
     "As it stands: APPROXIMATE, because the history of what other nodes made cannot be proven. The report of the "
     "sampler names it (condition/foreign)."
 )
-
-
-SERVER = "studio"
-AGAINST = f"""
-# 13 Here, lossless, against a server
-
-The same prompt, size, length and seed twice: rendered here with the release's own schedule, and on an SGLang or \
-vLLM-Omni server of yours with *quality* high. *H3 Compare* shows both clips and what lies between them.
-
-**Your server.** A workflow holds a server's name, never its address. Run *python -m h3_runtime engine list*: it says \
-where your servers are written down and how. Call it *{SERVER}*, or press R and choose yours in *H3 Render on a Server*.
-
-**What it shows.** A server draws its noise its own way, so both clips differ as two seeds do: the figures are no \
-measure of quality alone. Its frames come after H.264 and are marked so. SGLang gives *high* for text alone at \
-1344x768, 124 frames and 50 steps; take *lossless* there otherwise.
-"""
-
-
-def against_a_server() -> Workflow:
-    """Its files are made and its page is run with a server called SERVER (engine_server.py stands in for one)."""
-    length = {"seconds": 4.458}
-    far = Box(
-        "far",
-        "H3RuntimeRemoteRender",
-        3,
-        2,
-        "render",
-        "",
-        {"server": SERVER, "prompt": PROMPT, "quality": "high", "filename_prefix": "h3/server", **length, **SEED},
-        {"width": ("empty", "width"), "height": ("empty", "height")},
-        2,
-        (360, 760),
-    )
-    images = Box("images", "H3RuntimeDecodeVideo", 4, 0, "save", "", {},
-                 {"latent": ("sampler", "latent"), "video_vae": ("vaes", "video vae")})  # fmt: skip
-    sound = Box("sound", "H3RuntimeDecodeSound", 4, 1, "save", "", {},
-                {"latent": ("sampler", "latent"), "audio_vae": ("vaes", "audio vae")})  # fmt: skip
-    sides = {"images_a": ("images", "images"), "audio_a": ("sound", "audio"), "report_a": ("images", "report")}
-    sides |= {"latent_a": ("sampler", "latent"), "images_b": ("far", "images"), "audio_b": ("far", "audio")}
-    names = {"name_a": "here, lossless", "name_b": "server, high"}
-    compare = Box("compare", "H3RuntimeCompare", 5, 0, "save", "", names,
-                  {**sides, "report_b": ("far", "report")}, 3, (520, 620))  # fmt: skip
-    blank = Box("empty", "H3RuntimeEmptyLatent", 2, 2, "what", "", {**SMALL, **length})
-    nodes = (model(0), encoder(1), vaes(3), blank, prompt(1), sampler(3, 0, ("prompt", "positive")))
-    return Workflow("13-local-lossless-against-a-server", boxes(AGAINST, *nodes, far, images, sound, compare), GROUPS)
 
 
 def workflows() -> tuple[Workflow, ...]:
