@@ -345,7 +345,8 @@ def test_a_circle_an_unknown_node_and_other_weights_end_in_a_sentence(pack):
 def test_the_pages_files_are_plain_modules_that_ask_nobody_else():
     files = sorted((ROOT / "web").iterdir())
     assert [file.name for file in files] == [
-        "badge.js", "compare.js", "forecast.js", "graph.js", "plan_bar.js", "player.js", "strip.js", "told.js", "words.js",
+        "badge.js", "compare.js", "forecast.js", "graph.js", "plan_bar.js", "player.js", "strip.js",
+        "told.js", "words.js",
     ]  # fmt: skip
     for file in files:
         text = file.read_text(encoding="utf-8")

@@ -8,15 +8,15 @@ import { nodeOf } from "./forecast.js";
 const SHOWN = "$$node-text-preview"; // the page's widget for such a text
 const AFTER_MS = 400;
 
-const told = new Map(); // node -> {nodeId, text} as it came
+const kept = new Map(); // node -> {nodeId, text} as it came
 
 function find(id) {
   return nodeOf(id) ?? (app.rootGraph ?? app.graph)?.getNodeById?.(Number(id)) ?? null;
 }
 
 function showAgain() {
-  for (const [node, detail] of told) {
-    if (find(detail.nodeId) !== node) told.delete(node); // another graph is open, or the node is gone
+  for (const [node, detail] of kept) {
+    if (find(detail.nodeId) !== node) kept.delete(node); // another graph is open, or the node is gone
     else if (!node.widgets?.some((widget) => widget.name === SHOWN)) {
       api.dispatchEvent(new CustomEvent("progress_text", { detail }));
     }
@@ -28,7 +28,7 @@ app.registerExtension({
   setup() {
     api.addEventListener("progress_text", ({ detail }) => {
       const node = detail?.nodeId ? find(detail.nodeId) : null;
-      if (node?.comfyClass?.startsWith("H3Runtime")) told.set(node, { nodeId: detail.nodeId, text: detail.text });
+      if (node?.comfyClass?.startsWith("H3Runtime")) kept.set(node, { nodeId: detail.nodeId, text: detail.text });
     });
     for (const event of ["execution_success", "execution_error", "execution_interrupted"]) {
       api.addEventListener(event, () => setTimeout(showAgain, AFTER_MS));
