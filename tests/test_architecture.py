@@ -377,3 +377,18 @@ def test_no_machine_paths():
         found = MACHINE_PATHS.search(data.decode("utf-8", errors="replace"))
         assert found is None, f"{path}: names a path of one machine, {found.group()!r}"
     assert read > 10
+
+
+def test_the_map_names_every_room():
+    rooms = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Rooms")[1].split("\n## ")[0]
+    named = set(re.findall(r"`([a-z_]+)/?`", rooms))
+    entries = [path for path in (ROOT / "h3_runtime").iterdir() if not path.name.startswith("_")]
+    modules = {path.stem for path in entries if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert modules <= named, f"CONTRIBUTING's map lacks {sorted(modules - named)}"
+    assert len(modules) > 40
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda page: page.name)
+def test_no_link_of_a_page_is_dead(page):
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
+        assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
