@@ -52,7 +52,8 @@ def add_bench(commands) -> argparse.ArgumentParser:
 def run_bench(arguments, say) -> tuple[list[dict], int]:
     if arguments.what == "paths":
         return _run_paths(arguments, say)
-    given = [name for name in PATHS_ONLY if getattr(arguments, name)]
+    given = [name for name in PATHS_ONLY if not any(getattr(arguments, name) is no for no in (None, False))]
+    given = [name for name in given if getattr(arguments, name) != []]
     if given:
         raise H3Error(f"--{given[0].replace('_', '-')} belongs to bench paths: leave it out of bench {arguments.what}")
     from . import bench, bench_accelerators, bench_card, bench_gpu, bench_quant, bench_text
@@ -104,7 +105,10 @@ def bench_of(arguments):
     from .checkpoint.parts import find_parts
     from .demo.carried import CARRIED_MODEL, FEW_STEP_LORA
     from .demo.run import FRAMES, SIZE
+    from .geometry import DEFAULT_FRAMES, Canvas
+    from .guides import check_room
     from .model import Caches
+    from .render import check_options
     from .request import RenderRequest
     from .schedule import DEFAULT_FORWARDS, check_seed
     from .ways import Bed
@@ -128,10 +132,12 @@ def bench_of(arguments):
     request = RenderRequest(
         "",
         size,
-        frames=arguments.frames or (FRAMES if carried else 124),
-        num_forwards=arguments.steps or DEFAULT_FORWARDS,
+        frames=(FRAMES if carried else DEFAULT_FRAMES) if arguments.frames is None else arguments.frames,
+        num_forwards=DEFAULT_FORWARDS if arguments.steps is None else arguments.steps,
         dtype="float32" if carried else arguments.dtype,
     )
+    check_options(request)
+    check_room(Canvas.fit(request.frames, request.size))
     bed = Bed(
         find_parts(CARRIED_MODEL) if carried else model_parts(arguments),
         torch.float32 if request.dtype else None,
@@ -163,7 +169,10 @@ def prompts_of(arguments, carried: bool) -> tuple[str, ...]:
             lines = Path(arguments.prompts).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise H3Error(f"--prompts {arguments.prompts} cannot be read ({error}): give a text file") from None
-        prompts += [line.strip() for line in lines if line.strip()]
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise H3Error(f"--prompts {arguments.prompts} holds no prompt: write one a line")
+        prompts += found
     if not prompts and carried:
         prompts = list(CARRIED_PROMPTS)
     if not prompts:

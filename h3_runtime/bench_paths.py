@@ -38,6 +38,8 @@ from .unfinished import part_path
 from .ways import LOSSLESS, Bed, Taken, Way, figures_of
 
 VERSION = 1
+NEEDED = {"key", "way", "prompt", "seed", "failed", "figures"}  # what a cell's file must hold to count
+RENDERED = {"label", "title", "dit_calls", "seconds", "clip"}  # and one that has not failed
 DEATHS = 2  # of the process during one cell, after which the cell counts as failed
 PATHS = (
     LOSSLESS, "extra-high", "int8_convrot", "int8", "fp8",
@@ -213,10 +215,13 @@ class Cells:
 
     def get(self, way: Way, prompt: str, seed: int) -> dict[str, Any] | None:
         """A finished cell, or None; one that cannot be read counts as missing."""
+        key = self.key(way, prompt, seed)
         try:
-            return json.loads(self._path(self.key(way, prompt, seed)).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            cell = json.loads(self._path(key).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
             return None
+        whole = isinstance(cell, dict) and cell.get("key") == key and NEEDED <= set(cell)
+        return cell if whole and (cell["failed"] or RENDERED <= set(cell)) else None
 
     def wanted(self, way: Way, prompt: str, seed: int) -> bool:
         cell = self.get(way, prompt, seed)
@@ -247,7 +252,7 @@ class Cells:
 
     def deaths(self, key: str) -> int:
         try:
-            return len((self.folder / f"{key}.begun").read_text(encoding="utf-8"))
+            return len((self.folder / f"{key}.begun").read_bytes())
         except OSError:
             return 0
 

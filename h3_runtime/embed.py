@@ -8,6 +8,7 @@ Only the text encoder is read, neither a DiT nor a VAE. Size and length count: t
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from .quant.online import PARTS, by_part
 from .render import condition_text
 from .request import RenderRequest
 from .text.conditions import MadeCondition, load_condition, save_condition
+from .unfinished import part_path
 
 
 def save_prompt(request: RenderRequest, models: Models, out: str | os.PathLike) -> tuple[MadeCondition, list[str]]:
@@ -29,6 +31,7 @@ def save_prompt(request: RenderRequest, models: Models, out: str | os.PathLike) 
         raise H3Error(f"{out.name} must end in .safetensors: that is what a condition is saved as")
     if not out.absolute().parent.is_dir():
         raise H3Error(f"the folder of {out} does not exist: make it, or choose another place")
+    check_place(out)
     if models.parts.text_encoder is None:
         raise H3Error("no text encoder was found in the model folder: add its file")
     quantised = by_part(models.loading.quantise, models.loading.exclude)
@@ -42,6 +45,18 @@ def save_prompt(request: RenderRequest, models: Models, out: str | os.PathLike) 
     made = condition_text(request, placement, models)
     save_condition(out, made)
     return made, [*placement.notes, *made.text.notes]
+
+
+def check_place(out: Path) -> None:
+    """H3Error, before anything is encoded, where no file of this name can be made."""
+    try:
+        if out.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        probe = part_path(out)
+        open(probe, "x").close()
+        probe.unlink()
+    except OSError as error:
+        raise H3Error(f"{out} cannot be written ({error.strerror}): choose another place") from None
 
 
 def show_condition(path: str | os.PathLike, say: Callable[[str], None]) -> list[dict]:

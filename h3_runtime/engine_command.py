@@ -112,7 +112,8 @@ def without_engine(arguments) -> None:
 
 def run_remote(arguments, say, request_of, inputs) -> tuple[list[dict], int]:
     """``render --engine``: ``request_of`` reads the request off the command line, ``inputs`` are its options."""
-    from .engines.run import RemoteOptions, render_remote, resume_remote
+    from .engines.packing import MAX_OUTPUTS
+    from .engines.run import RemoteOptions, output_path, render_remote, resume_remote
     from .engines.settings import load_servers
     from .save import check_output, keep_inputs
 
@@ -135,7 +136,9 @@ def run_remote(arguments, say, request_of, inputs) -> tuple[list[dict], int]:
             result = resume_remote(arguments.job, server, out, options, tell, watch)
         else:
             request = request_of(arguments)
-            keep_inputs(out, [medium.path for medium in request.media.values() if medium.path is not None])
+            reads = [medium.path for medium in request.media.values() if medium.path is not None]
+            for number in range(min(max(outputs, 1), MAX_OUTPUTS)):
+                keep_inputs(output_path(out, number), reads)
             result = render_remote(request, server, out, options, tell, watch)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("stopped: nothing half-written was left") from None

@@ -14,7 +14,10 @@ import re
 
 from .accelerate_command import add_acceleration_options
 from .errors import H3Error
-from .weight_commands import add_quantise_options
+from .weight_commands import add_quantise_options, converted_folder
+
+LARGEST = 1e9  # that an edge, a frame or a time may be
+MOST_PIXELS = 1e12  # of all frames: 10,000 times the release's longest clip
 
 
 def add_plan(commands) -> argparse.ArgumentParser:
@@ -56,7 +59,8 @@ def run_plan(arguments, say) -> tuple[list[dict], int]:
     sizes = sizes_of(arguments, lambda sentence: say(f"note: {sentence}"))
     weights, place = _weights(arguments, "ref2va" if sizes.references else "fl2va" if sizes.guides else "t2va")
     card, host = _machine(arguments, place)
-    host = replace(host, converted=arguments.converted or "").with_transforms(weights.dit.transforms)
+    converted = converted_folder(arguments.converted, None)
+    host = replace(host, converted=converted).with_transforms(weights.dit.transforms)
     made = plan(sizes, weights, card, host, accelerate(arguments.accelerate, arguments.preset).built())
     for note in sizes.canvas.notes:
         say(f"note: {note}")
@@ -83,7 +87,12 @@ def sizes_of(arguments, tell):
     from .schedule import DEFAULT_FORWARDS, check_forwards
 
     frames = DEFAULT_FRAMES if arguments.frames is None else arguments.frames
-    canvas = Canvas.fit(frames, _edges("--size", arguments.size or "1344x768"))
+    canvas = Canvas.fit(frames, _edges("--size", "1344x768" if arguments.size is None else arguments.size))
+    if canvas.width * canvas.height * canvas.num_frames > MOST_PIXELS:
+        raise H3Error(
+            f"{canvas.width}x{canvas.height} with {canvas.num_frames} frames is beyond any machine: choose a smaller "
+            "size or fewer frames"
+        )
     forwards = DEFAULT_FORWARDS if arguments.steps is None else arguments.steps
     check_forwards(forwards)
     guides = [GuideSize(index, keyframe=True) for index in (0, canvas.num_frames - 1)[: arguments.keyframes]]
@@ -176,6 +185,9 @@ def _edges(option: str, text: str) -> tuple[int, int]:
 def _numbers(option: str, text: str, pattern: str, form: str) -> list[float]:
     match = re.fullmatch(pattern, text.strip().lower())
     try:
-        return [float(group or 0) for group in match.groups()]
+        found = [float(group or 0) for group in match.groups()]
+        if any(number > LARGEST for number in found):
+            raise ValueError
     except (AttributeError, ValueError):
-        raise H3Error(f"{option} {text!r} cannot be read: give {form}") from None
+        raise H3Error(f"{option} {text[:40]!r} cannot be read: give {form}") from None
+    return found

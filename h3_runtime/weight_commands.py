@@ -116,7 +116,7 @@ def loading_of(arguments, request):
         return None
     loras = tuple(Lora(lora.media.path, lora.strength) for lora in request.loras)
     rung, placement = arguments.place, None
-    converted = _converted_folder(arguments.converted, rung)
+    converted = converted_folder(arguments.converted, rung)
     kept, ahead = arguments.resident_layers, arguments.ahead
     if rung in (None, "resident") and (kept, ahead) != (None, None):
         raise H3Error("--resident-layers and --ahead go with --place ram or --place disk: add one of them")
@@ -125,7 +125,8 @@ def loading_of(arguments, request):
     return Loading(request.quantise, request.exclude, loras, placement, converted=converted)
 
 
-def _converted_folder(folder: str | None, rung: str | None) -> str:
+def converted_folder(folder: str | None, rung: str | None) -> str:
+    """--converted, "" for none. H3Error where it is no folder that takes files, or goes with another --place."""
     if folder is None:
         return ""
     if rung not in (None, "disk"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -185,12 +186,29 @@ def test_the_highest_memory_and_the_load_are_watched():
         (["paths", "--out", "x", "--seeds", "-1"], "seed is -1"),
         (["paths", "--out", "x", "--dit", "a"], "add --model DIR"),
         (["paths", "--out", "x", "--lora", "no.safetensors"], "does not exist"),
+        (["paths", "--out", "x", "--steps", "0"], "steps (forwards) is 0"),
+        (["paths", "--out", "x", "--frames", "-1"], "frames is -1"),
+        (["paths", "--out", "x", "--frames", "0"], "frames is 0"),
+        (["paths", "--out", "x", "--size", "1x1"], "width is 1"),
+        (["paths", "--out", "x", "--size", "99999968x99999968"], "GiB for its latents"),
+        (["paths", "--out", "x", "--prompts", os.devnull], "holds no prompt"),
+        (["step", "--steps", "0"], "--steps belongs to bench paths"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_made(words, refusal, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["bench", *words]) == 2
     assert refusal in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"key": "x"}', "[" * 100_000])
+def test_a_cell_edited_by_hand_counts_as_missing(tmp_path, text):
+    cells = Cells(bench_in(tmp_path))
+    way, take = cells.bench.ways[0], cells.bench.takes[0]
+    cells._path(cells.key(way, *take)).write_text(text)
+    assert cells.wanted(way, *take) and cells.all() == []
+    (cells.folder / f"{cells.key(way, *take)}.begun").write_bytes(b"\xff")
+    assert cells.deaths(cells.key(way, *take)) == 1
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

@@ -356,3 +356,33 @@ def test_what_a_caption_could_not_draw_is_told(media, tmp_path, own_font_only):
     made = compare_sides(one, side_of_frames(media.clip[:3], None, "plain.mp4"), tmp_path / "out")
     assert any("\u65e5\u672c as ?" in note for note in made.data["notes"])
     assert "\u65e5\u672c.mp4" in (tmp_path / "out" / "report.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "noise"])
+def test_damaged_kept_frames_are_not_measured(media, tmp_path, damage):
+    one, two = (save(tmp_path / name, media.clip, media.sound) for name in ("one.mp4", "two.mp4"))
+    whole = kept_path(one).read_bytes()
+    kept_path(one).write_bytes({"cut": whole[: len(whole) // 2], "empty": b"", "noise": b"noise" * 300}[damage])
+    made = compare_files(one, two)
+    assert made.data["basis"] == "after H.264/AAC"
+    assert not any(flag["kind"] == "length" for flag in made.data["flags"])
+    assert any("one.kept.mkv" in note and "was not used" in note for note in made.data["notes"])
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"machine": "x"}, {"machine": [1]}, {"fidelity": 3}, {"fidelity": {"parts": [1]}}, {"fidelity": {"parts": 1}},
+        {"stats": 1}, {"stage_seconds": "x"}, {"request": []}, {"request": {"size": 3}}, {"environment": 1},
+        {"models": [1]},
+    ],
+)  # fmt: skip
+def test_an_edited_report_or_manifest_ends_no_comparison(media, tmp_path, edit):
+    report = {"label": "LOSSLESS", "stage_seconds": {"denoise": 1.0}}
+    one, two = (save(tmp_path / name, media.clip, media.sound, report=report) for name in ("one.mp4", "two.mp4"))
+    one.with_suffix(".report.json").write_text(json.dumps(report | edit))
+    one.with_suffix(".json").write_text(json.dumps({"h3_manifest": 1, "request": {}} | edit))
+    two.with_suffix(".json").write_text(json.dumps({"h3_manifest": 1, "request": {"seed": 1}}))
+    made = compare_files(one, two)
+    if "stage_seconds" not in edit:
+        assert any("not what a render writes" in note for note in made.data["notes"])

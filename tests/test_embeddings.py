@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -554,3 +555,14 @@ def test_comfyui_splits_prompts_the_same(tmp_path, incomplete):
         for first, inserted in presented.inserted:
             ours[first : first + len(inserted)] = [round(row.sum().item(), 3) for row in inserted]
         assert ours == entries, prompt
+
+
+def test_a_place_that_takes_no_condition_is_refused_before_the_encoding(tmp_path, monkeypatch):
+    from h3_runtime import embed
+
+    monkeypatch.setattr(embed, "condition_text", lambda *a: pytest.fail("the prompt was encoded"))
+    out = tmp_path / "c.safetensors"
+    out.mkdir()
+    with pytest.raises(H3Error, match=r"c\.safetensors cannot be written"):
+        embed.save_prompt(None, SimpleNamespace(parts=SimpleNamespace(text_encoder=None)), out)
+    assert [path.name for path in tmp_path.iterdir()] == ["c.safetensors"]

@@ -138,6 +138,29 @@ def test_an_entry_that_cannot_be_used_costs_itself_only(entry, words, tmp_path):
         servers.get("bad")
 
 
+@pytest.mark.parametrize("origin", ["http://a..b:80", "http://" + "a" * 64 + ".b", "http://x:0", "http://.."])
+def test_a_host_that_no_name_server_takes_is_no_origin(origin):
+    """Python's own look-up would end with UnicodeError."""
+    with pytest.raises(H3Error, match="cannot be used"):
+        Origin.parse(origin)
+    assert str(Origin.parse("https://gpu.example.")) == "https://gpu.example.:443"
+
+
+def test_a_word_too_many_in_the_environment_is_told():
+    given = {"H3_ENGINES": "nowhere.json", "H3_ENGINE_A": "sglang http://127.0.0.1:1 0.5.23 0.5.24"}
+    assert "0.5.23 0.5.24" in load_servers(given).wrong["a"]
+    assert load_servers(given | {"H3_ENGINE_A": "sglang http://127.0.0.1:1"}).found["a"].version == ""
+
+
+def test_no_further_output_replaces_what_is_sent(out, tmp_path, capsys, monkeypatch):
+    source = out.with_name(f"{out.stem}_3.mp4")
+    source.write_bytes(b"a clip")
+    monkeypatch.setenv("H3_ENGINE_A", "sglang http://127.0.0.1:1 0.5.23")
+    asked = ["render", "--engine", "a", "--prompt", "a", "--source", str(source), "--mask", "keep", "--out", str(out)]
+    assert cli.main([*asked, "--outputs", "3"]) == 2
+    assert f"would replace {source.name}" in capsys.readouterr().out and source.read_bytes() == b"a clip"
+
+
 def test_a_key_may_go_over_plain_http_to_this_machine_only(tmp_path):
     for origin in ("http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1", "http://127.9.9.9:1"):
         assert Server("a", "sglang", Origin.parse(origin), key=KEY).origin.loopback

@@ -564,6 +564,14 @@ def test_the_command_plans_from_sizes(capsys):
         (["--ram", "nan"], "--ram is nan: give gibibytes"),
         (["--frames", "0"], "frames is 0"),
         (["--steps", "0"], "steps (forwards)"),
+        (["--size", "9" * 18 + "68x32"], "cannot be read"),
+        (["--size", "999999968x999999968"], "beyond any machine"),
+        (["--frames", "9" * 20], "beyond any machine"),
+        (["--size", ""], "--size '' cannot be read"),
+        (["--guide", "9" * 400], "FRAME or FRAME+FRAMES"),
+        (["--ref-image", "9" * 400 + "x1"], "WxH"),
+        (["--ref-video", "100x100@" + "9" * 400], "WxH@SECONDS"),
+        (["--converted", "no folder"], "--converted no folder is not a folder"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_read(given, said, capsys):

@@ -23,7 +23,7 @@ from ..errors import H3Error
 from ..fidelity import REMOTE
 from ..geometry import FPS
 from ..manifest import load_manifest
-from ..media import kept_path, kind_of, read_audio, read_kept_tag, stream_frames, to_uint8, track_facts
+from ..media import count_frames, kept_path, kind_of, read_audio, read_kept_tag, stream_frames, to_uint8, track_facts
 from .measured import Measured, not_measured
 
 BEFORE = "before encoding"
@@ -105,6 +105,12 @@ def _kept_beside(path: Path) -> tuple[Path | None, str | None]:
         return None, None
     if path.stat().st_mtime > found.stat().st_mtime + STALE_SECONDS:
         return found, f"{found.name} is older than {path.name}: it is of an earlier render and was not used"
+    try:
+        frames, clip = count_frames(found), count_frames(path)
+    except H3Error as error:
+        return found, f"{found.name} cannot be read and was not used ({error})"
+    if frames != clip:
+        return found, f"{found.name} holds {frames} frames and {path.name} {clip}: it is damaged and was not used"
     return found, None
 
 
@@ -135,8 +141,10 @@ def open_side(path: Path, report: str | os.PathLike | None = None, kept: Path | 
         sound_codec=None if exact_sound else facts.sound_codec,
         playable=path if plays and outer.fps == FPS and path.suffix.lower() == ".mp4" else None,
         num_frames=facts.num_frames,
-        report=_read_json(report or path.with_suffix(".report.json"), asked=report is not None),
-        manifest=_manifest_of(path),
+        report=shaped(
+            _read_json(report or path.with_suffix(".report.json"), asked=report is not None), "report", notes
+        ),
+        manifest=shaped(_manifest_of(path), "manifest", notes),
         sync_seconds=NO_SOUND if outer.sound_start is None else outer.sound_start,
         kept=kept,
         notes=tuple(notes),
@@ -168,6 +176,25 @@ def side_of_frames(
     )
 
 
+OBJECTS = ("machine", "fidelity", "request", "environment", "models", "stats", "resolved", "conditioning")
+
+
+def shaped(read: dict, what: str, notes: list[str]) -> dict:
+    """A report or manifest without the entries that no render writes so (somebody edited it), each told in ``notes``.
+    Their values inside are looked at where they are used."""
+    wrong = [key for key in OBJECTS if read.get(key) is not None and not isinstance(read[key], dict)]
+    fidelity, request = read.get("fidelity"), read.get("request")
+    if isinstance(fidelity, dict):
+        parts = fidelity.get("parts") or []
+        if not (isinstance(parts, list) and all(isinstance(part, dict) for part in parts)):
+            wrong.append("fidelity")
+    if isinstance(request, dict) and not isinstance(request.get("size") or [], list):
+        wrong.append("request")
+    for key in wrong:
+        notes.append(f"{key} of the {what} is not what a render writes, and was left out")
+    return {key: value for key, value in read.items() if key not in wrong}
+
+
 def _manifest_of(path: Path) -> dict:
     for source in (path.with_suffix(".json"), path):
         try:
@@ -187,7 +214,7 @@ def _read_json(path: str | os.PathLike, asked: bool) -> dict:
         return {}
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise H3Error(f"the report {path} cannot be read ({error}): give the .report.json of a render") from None
     if not isinstance(read, dict):
         raise H3Error(f"the report {path} holds no object: give the .report.json of a render")

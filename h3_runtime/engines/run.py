@@ -144,6 +144,11 @@ def resume_remote(
     return _Run(engine, client, folder, record, options.tags, tell, watch).finish(out, Told(), notes, quality)
 
 
+def output_path(out: Path, number: int) -> Path:
+    """Where the clip of this number goes, from 0: clip.mp4, clip_2.mp4, clip_3.mp4 ..."""
+    return out if number == 0 else out.with_name(f"{out.stem}_{number + 1}{out.suffix}")
+
+
 def expected_of(shipment: Shipment) -> Expected:
     canvas, request = shipment.canvas, shipment.request
     return Expected(
@@ -217,7 +222,7 @@ class _Run:
             number = 0
             for job, outputs in self.record.jobs:
                 for output in range(outputs):
-                    path = out if number == 0 else out.with_name(f"{out.stem}_{number + 1}{out.suffix}")
+                    path = output_path(out, number)
                     clips.append(self._fetch(job, output, path, notes, (label, about, number)))
                     number += 1
         self.folder.forget(self.record)

@@ -70,7 +70,14 @@ class Origin:
             raise H3Error(f"an origin with a user name or password was given: {cure}, and the key in its own field")
         host = parts.hostname or ""
         more = parts.path not in ("", "/") or parts.query or parts.fragment
-        if parts.scheme not in ("http", "https") or more or not re.fullmatch(r"[A-Za-z0-9.:_-]+", host):
+        labels = host.rstrip(".").split(".")
+        named = ":" in host or all(0 < len(label) < 64 for label in labels)  # an IPv6 address has none
+        if (
+            parts.scheme not in ("http", "https")
+            or more
+            or port == 0
+            or not (named and re.fullmatch(r"[A-Za-z0-9.:_-]+", host))
+        ):
             raise H3Error(f"the origin {text[:80]!r} cannot be used: {cure}")
         return Origin(parts.scheme, host.lower(), port or (443 if parts.scheme == "https" else 80))
 
@@ -157,7 +164,8 @@ def load_servers(environment: Mapping[str, str] = os.environ) -> Servers:
         name = variable[len(PREFIX) :].lower().replace("_", "-")
         if not variable.startswith(PREFIX) or variable.endswith("_KEY") or not NAME.fullmatch(name):
             continue
-        engine, origin, version, *_ = [*text.split(), "", "", ""]
+        engine, origin, *rest = [*text.split(), "", ""]
+        version = " ".join(rest).strip()  # more than one word is no version: refused below
         entries[name] = {"engine": engine, "origin": origin, "version": version}
         entries[name]["key"] = environment.get(f"{variable}_KEY", "")
         sources[name] = f"environment {variable}"

@@ -15,7 +15,7 @@ without tags is taken as BT.601, as the reference and the libraries below us do.
 """
 
 from .clips import Clip, read_clip, read_mask, stream_frames
-from .files import TrackFacts, check_fps, check_output_path, kind_of, read_metadata, track_facts
+from .files import TrackFacts, check_fps, check_output_path, count_frames, kind_of, read_metadata, track_facts
 from .join import copy_tracks
 from .kept import KeptWriter, Tee, describe_sound, kept_path, read_kept_tag
 from .pictures import crop_then_resize, read_image, resize_cover, resize_stretch, to_uint8, write_image
@@ -32,6 +32,7 @@ __all__ = [
     "check_fps",
     "check_output_path",
     "copy_tracks",
+    "count_frames",
     "crop_then_resize",
     "decode_sound",
     "describe_sound",

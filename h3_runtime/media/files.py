@@ -146,6 +146,15 @@ def video_stream(container: av.container.InputContainer) -> av.VideoStream | Non
     return None
 
 
+def count_frames(path: str | os.PathLike) -> int:
+    """Frames of a file's picture, counted without decoding one. H3Error for a file that cannot be read."""
+    with open_media(path) as container:
+        picture = video_stream(container)
+        if picture is None:
+            raise H3Error(f"{path} holds no moving picture: give a video file")
+        return sum(packet.size > 0 for packet in container.demux(picture))
+
+
 @dataclass(frozen=True)
 class TrackFacts:
     """What a video file's tracks say of themselves. ``num_frames`` at 24 a second; ``sound_start`` in seconds after
