@@ -149,6 +149,8 @@ def save_clip(
     manifest_file = out.with_suffix(".json") if metadata else None
     if manifest_file is not None:
         _write_text(manifest_file, dump(manifest))
+    else:
+        out.with_suffix(".json").unlink(missing_ok=True)  # that of an earlier clip of this name speaks of another
     report = out.with_suffix(".report.json")
     _write_text(report, json.dumps(make_report(result, notes), indent=1, ensure_ascii=False))
     kept = kept_path(video) if keep_frames and video is not None else None
@@ -158,11 +160,15 @@ def save_clip(
 def decode_latent(
     saved: PartialLatent, models: Models, out: str | Path, progress: Progress | None = None
 ) -> tuple[Path, tuple[str, ...]]:
-    """Decode a saved finished latent to ``out``; returns the path and sentences."""
+    """Decode a saved finished latent to ``out``; returns the path and sentences. Manifest and report of an earlier clip of
+    that name are removed: they speak of another.
+    """
     notes: list[str] = []
     if saved.info.get("source_sound"):
         notes.append("the kept sound is decoded from the latent: only its own render can put the source's samples back")
     video = _decode_to((check_output(out), None), saved, models, None, progress, notes)
+    for earlier in (video.with_suffix(".json"), video.with_suffix(".report.json")):
+        earlier.unlink(missing_ok=True)  # of another clip of this name
     return video, tuple(notes)
 
 

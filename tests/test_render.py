@@ -120,6 +120,7 @@ def test_manifest_repeats_a_render_and_names_what_differs(capsys, model, tmp_pat
 
 
 def test_no_metadata_leaves_no_manifest(capsys, model, tmp_path):
+    (tmp_path / "a.json").write_text("of an earlier clip")
     small(capsys, model, tmp_path / "a.mp4", "--no-metadata")
     assert "h3_manifest" not in read_metadata(tmp_path / "a.mp4")
     assert not (tmp_path / "a.json").exists()
