@@ -160,8 +160,9 @@ def save_clip(
 def decode_latent(
     saved: PartialLatent, models: Models, out: str | Path, progress: Progress | None = None
 ) -> tuple[Path, tuple[str, ...]]:
-    """Decode a saved finished latent to ``out``; returns the path and sentences. Manifest and report of an earlier clip of
-    that name are removed: they speak of another.
+    """Decode a saved finished latent to ``out``; returns the path and sentences.
+
+    Manifest and report of an earlier clip of that name are removed: they speak of another.
     """
     notes: list[str] = []
     if saved.info.get("source_sound"):
