@@ -25,6 +25,8 @@ import comfy.model_management as management
 import folder_paths
 import torch
 
+from .widgets import refuse_wrong_numbers
+
 log = logging.getLogger("h3_runtime")
 
 DOWNLOAD_PAGE = "https://huggingface.co/Comfy-Org/MiniMax-H3"
@@ -36,14 +38,17 @@ _NO_TAGS = str.maketrans("<>", "\u2039\u203a")
 
 def runtime_mode(execute: Callable) -> Callable:
     """Runs ``execute`` with gradients off but outside inference mode, which the host puts around every node: weights
-    and slots made inside it could not be written to by the threads that stream them. A refusal stands on its node too:
-    the page itself shows its sentence only after two clicks."""
+    and slots made inside it could not be written to by the threads that stream them. Numbers outside the limits of
+    their widgets are refused first: the host does not look at those that come over a wire. A refusal stands on its node
+    too: the page itself shows its sentence only after two clicks."""
 
     @functools.wraps(execute)
     def wrapped(*args, **options):
         from ..h3_runtime import H3Error
 
         try:
+            if hasattr(args[0], "define_schema"):  # a node, no stand-in for a model
+                refuse_wrong_numbers(args[0], options)
             with torch.inference_mode(False), torch.no_grad():
                 return execute(*args, **options)
         except H3Error as error:

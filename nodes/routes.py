@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from . import host
+from .widgets import widgets_of, wrong_value
 
 PREFIX = "/h3_runtime"
 MOST_NODES = 5000
 LONGEST = 200_000  # characters of a text
 OURS = "H3Runtime"
-WITH_OPTIONS = "COMFY_DYNAMICCOMBO_V3"  # a choice whose options stand below it, as NAME.OPTION
 MOST_GIB = 1 << 14
 
 
@@ -126,34 +125,6 @@ def schemas_of(ids: set[str]) -> dict[str, Any]:
     return {schema.node_id: schema for schema in made if schema.node_id in ids}
 
 
-def widgets_of(fields, inputs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(name in the prompt, field) of each field, and of those below the choice that a choice with options holds."""
-    for field in fields:
-        yield field.id, field
-        if field.get_io_type() == WITH_OPTIONS:
-            chosen = [option for option in field.options if option.key == inputs.get(field.id)]
-            for below in chosen[0].inputs if chosen else ():
-                yield f"{field.id}.{below.id}", below
-
-
-def wrong_value(name: str, field, value) -> str:
-    """Why the widget ``name`` of a node cannot hold ``value``, "" when it can."""
-    shown = f"{name} is {str(value)[:80]!r}"
-    kind = field.get_io_type()
-    if kind in ("COMBO", WITH_OPTIONS):
-        known = [option.key for option in field.options] if kind == WITH_OPTIONS else field.options
-        return "" if value in known else f"{shown}, which is not among its choices: press R and choose again"
-    if kind == "BOOLEAN":
-        return "" if isinstance(value, bool) else f"{shown}: it is on or off"
-    if kind in ("INT", "FLOAT"):
-        number = isinstance(value, int if kind == "INT" else (int, float)) and not isinstance(value, bool)
-        low, high = field.min, field.max
-        return "" if number and low <= value <= high else f"{shown}: give a number from {low} to {high}"
-    if kind == "STRING":
-        return "" if isinstance(value, str) else f"{shown}: it is a text"
-    return f"{shown}: it is an input to connect"
-
-
 # --- the host's server -----------------------------------------------------------------------------------------------
 
 
@@ -185,7 +156,7 @@ def add_routes() -> None:
     async def foresee(request):
         try:
             body = await request.json()
-        except ValueError:
+        except (ValueError, LookupError, RecursionError):  # no JSON, an unknown charset, lists in lists without end
             return web.json_response({"error": "the body is no JSON: send an object with graph"}, status=400)
         async with one_at_a_time:
             try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -637,3 +639,35 @@ def test_the_hosts_flags_about_memory_hold_for_us(pack, monkeypatch):
     monkeypatch.setenv("H3_NO_PIN", "0")
     pack.host.follow_flags()
     assert os.environ["H3_NO_PIN"] == "0", "what the user set for the runtime goes first"
+
+
+# ---- numbers that come over a wire: the host looks at widgets only
+
+
+def test_every_number_has_limits(pack):
+    fields = [
+        (node.__name__, name, field)
+        for node in importlib.import_module(f"{pack.name}.nodes").node_classes()
+        for name, field in pack.widgets.widgets_of(node.define_schema().inputs, {})
+        if field.get_io_type() in pack.widgets.NUMBERS
+    ]
+    assert len(fields) > 20 and not [one[:2] for one in fields if one[2].min is None or one[2].max is None]
+
+
+@pytest.mark.parametrize(
+    "class_type, given, words",
+    [
+        ("H3RuntimeEmptyLatent", {"width": 10_000_000, "height": 64}, "width is '10000000': give a number from 0 to"),
+        ("H3RuntimeEmptyLatent", {"seconds": torch.nan}, "seconds is 'nan': give a number from"),
+        ("H3RuntimeEmptyLatent", {"megapixels": -1.0}, "megapixels is '-1.0': give a number from"),
+        ("H3RuntimeSampleMedia", {"frames": 0}, "frames is '0': give a number from"),
+        (
+            "H3RuntimeAccelerate",
+            {"accelerator": {"accelerator": "forecast", "calls": torch.nan}},
+            "accelerator.calls is 'nan': give a number from",
+        ),
+    ],
+)
+def test_a_number_outside_its_widgets_limits_is_refused_before_any_work(pack, class_type, given, words):
+    with pytest.raises(pack.h3.H3Error, match=re.escape(words)):
+        pack.run(class_type, **given)
