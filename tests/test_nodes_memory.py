@@ -63,7 +63,7 @@ def rendered(pack) -> dict:
 def test_tiles_decoded_at_once_change_next_to_nothing(pack, vaes, monkeypatch):
     latent, asked = rendered(pack), []
     plain = type(vaes[0].models).decoders
-    monkeypatch.setattr(type(vaes[0].models), "decoders", lambda s, batch=1: asked.append(batch) or plain(s, batch))
+    monkeypatch.setattr(type(vaes[0].models), "decoders", lambda s, *given: asked.append(given[0]) or plain(s, *given))
     one, _ = pack.run("H3RuntimeDecodeVideo", latent=latent, video_vae=vaes[0])
     two, _ = pack.run("H3RuntimeDecodeVideo", latent=latent, video_vae=vaes[0], tile_batch=2)
     assert one.shape == two.shape and (one - two).abs().max() < 1e-5 and asked == [1, 2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 
 from h3_runtime.media import read_clip, read_metadata
 
+from .comfy_graphs import node, prompted, sampler
 from .engine_server import clip_bytes, serving
-from .workflow_graphs import SERVER, against_a_server
 
 KEY = "sk-secret-0123456789"
 SMALL = {"width": 96, "height": 96, "seconds": 4.458, "steps": 3}
@@ -38,7 +37,7 @@ def servers(tmp_path, monkeypatch):
 def media(pack):
     clip_bytes(96, 96, 107)
     clip_bytes(256, 256, 107)
-    picture, clip, sound, mask, _ = pack.run("H3RuntimeSampleMedia", width=96, height=96, frames=107)
+    picture, clip, sound, mask, *_ = pack.run("H3RuntimeSampleMedia", width=96, height=96, frames=107)
     return {"picture": picture, "clip": clip, "sound": sound, "mask": mask}
 
 
@@ -169,31 +168,23 @@ def test_the_picker_holds_names_only_and_the_badge_tells_the_engine(pack, server
         assert pack.remote.server_names() == ["no server set up"], "broken settings must not take the nodes away"
 
 
-def as_queued(pack, workflow) -> dict:
-    """A described workflow in the API's form; a list that nothing is chosen from stands at its first entry."""
-    boxes = {box.name: box for box in workflow.boxes if not box.type.endswith("Note")}
-    outputs, firsts = {}, {}
-    for node in importlib.import_module(f"{pack.name}.nodes").node_classes():
-        schema = node.define_schema()
-        outputs[schema.node_id] = [output.display_name for output in schema.outputs]
-        lists = [field for field in schema.inputs if not field.optional and getattr(field, "options", None)]
-        firsts[schema.node_id] = {field.id: field.options[0] for field in lists}
-    made = {}
-    for name, box in boxes.items():
-        links = {key: [source, outputs[boxes[source].type].index(slot)] for key, (source, slot) in box.links.items()}
-        widgets = {key: value for key, value in box.widgets.items() if key != "control_after_generate"}
-        made[name] = {"class_type": box.type, "inputs": {**firsts[box.type], **widgets, **links}}
-    return made
-
-
-def test_the_workflow_of_here_against_a_server(pack, servers):
-    """Its graph with a server of the name that it holds; smaller, for time, and shorter here than a server can."""
-    graph = as_queued(pack, against_a_server())
-    graph["empty"]["inputs"] |= {"width": 64, "height": 32, "seconds": 0.9}
-    for name in ("sampler", "far"):
-        graph[name]["inputs"]["steps"] = 2
+def test_here_lossless_against_a_server(pack, servers):
+    """What workflow 13 does with its server side on; smaller, for time, and shorter here than a server can."""
+    words = {"prompt": "a red circle moves left to right, low tone"}
+    graph = {
+        **prompted(**words),
+        "empty": node("H3RuntimeEmptyLatent", width=64, height=32, seconds=0.9),
+        "sampler": sampler(seed=1),
+        "images": node("H3RuntimeDecodeVideo", latent=["sampler", 0], video_vae=["vaes", 0]),
+        "sound": node("H3RuntimeDecodeSound", latent=["sampler", 0], audio_vae=["vaes", 1]),
+        "far": node("H3RuntimeRemoteRender", server="studio", quality="high", seconds=4.458, seed=1, steps=2,
+                    width=["empty", 1], height=["empty", 2], filename_prefix="h3/server", **words),
+        "compare": node("H3RuntimeCompare", name_a="here, lossless", images_a=["images", 0], audio_a=["sound", 0],
+                        latent_a=["sampler", 0], report_a=["images", 1], name_b="server, high",
+                        images_b=["far", 0], audio_b=["far", 1], report_b=["far", 3]),
+    }  # fmt: skip
     with serving("vllm-omni", looks=1) as stand:
-        servers(**{SERVER: stand})
+        servers(studio=stand)
         clip_bytes(64, 32, 107)
         done = pack.walk(graph)
         asked = next(iter(stand.jobs.values())).asked["texts"]

@@ -239,7 +239,7 @@ def test_bad_input_is_one_sentence_before_any_weights(capsys, model, tmp_path, m
     monkeypatch.setattr("h3_runtime.text.encoder.TextEncoder.load", lambda *a, **k: pytest.fail("weights were loaded"))
     arguments, sentence = BAD[case]
     status, result, words = render(capsys, model, tmp_path / "a.mp4", *arguments, steps=None)
-    assert status == 2 and not result
+    assert status == 2 and result["results"] == [] and sentence in result["error"]
     errors = [line for line in words.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and sentence in errors[0]
     assert list(tmp_path.iterdir()) == []
