@@ -284,12 +284,15 @@ def plan_sizes(
 
 def settle_placement(dit: Part, job: RenderJob) -> list[str]:
     """On a card, where nobody said how to place the DiT: have the plan say it, before any weights are read. What is
-    loaded stays while no longer sequence is asked for. H3Error with what would fit when the job does not."""
+    loaded stays while no longer sequence is asked for. H3Error with what would fit when the job does not, on a card or
+    in the machine's memory."""
     models, root = dit.models, dit.root
     settled = models.loading.placement is not None and not root.planned_rows
+    sizes = RenderSizes.of_job(job)
+    if dit.device.type == "cpu":
+        _refuse_beyond_memory(dit, sizes, job)
     if settled or dit.device.type != "cuda":
         return []
-    sizes = RenderSizes.of_job(job)
     rows, beside = sizes.layout().num_rows, frozenset(job.accelerators)
     if dit.loaded and rows <= root.planned_rows and beside <= root.planned_beside:
         return []
@@ -298,6 +301,15 @@ def settle_placement(dit: Part, job: RenderJob) -> list[str]:
     notes = models.follow(plan_sizes(dit, sizes, weights_of_parts(dit), accelerators=accelerators))
     root.planned_rows, root.planned_beside = rows, beside
     return notes
+
+
+def _refuse_beyond_memory(dit: Part, sizes: RenderSizes, job: RenderJob) -> None:
+    """H3Error where denoising takes more than this machine's free memory: the system would end the whole process."""
+    freed = (0, dit.info.nbytes if dit.loaded else 0)
+    made = plan_sizes(dit, sizes, weights_of_parts(dit), freed=freed, accelerators=build(job.accelerators))
+    stage = made.stage("denoise")
+    if stage.vram + stage.host > made.free_host:
+        raise H3Error(made.refusal)
 
 
 def _vocabulary_for(encoder: Path, otherwise: str | Path | None) -> Path | None:

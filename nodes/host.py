@@ -16,6 +16,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable
@@ -33,6 +34,7 @@ DOWNLOAD_PAGE = "https://huggingface.co/Comfy-Org/MiniMax-H3"
 OFFICIAL_PAGE = "https://huggingface.co/MiniMaxAI/MiniMax-H3"
 TELL_EVERY = 1.0  # seconds between two texts on a node
 NUMBERED = 5
+LONGEST_NAME = 180  # bytes of a part of a path that is asked for: a number and an ending are added
 _NO_TAGS = str.maketrans("<>", "\u2039\u203a")
 
 
@@ -154,11 +156,24 @@ def saved_file(name: str) -> Path | None:
 
 
 def output_file(prefix: str, suffix: str, width: int = 0, height: int = 0) -> tuple[Path, dict[str, str]]:
-    """(a free numbered path in the output folder, what the page needs to show it)."""
-    folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
-        prefix, folder_paths.get_output_directory(), width, height
-    )
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    """(a free numbered path in the output folder, what the page needs to show it). H3Error for a prefix that is no name
+    there, and for a folder that cannot be made."""
+    from ..h3_runtime import H3Error
+
+    output, shown = folder_paths.get_output_directory(), f"filename_prefix is {prefix[:80]!r}"
+    if any(ord(letter) < 32 for letter in prefix):
+        raise H3Error(f"{shown}: it holds a control character; give a name below the output folder without one")
+    if any(len(os.fsencode(part)) > LONGEST_NAME for part in re.split(r"[/\\]", prefix)):
+        raise H3Error(f"{shown}... : a part of it is longer than {LONGEST_NAME} bytes; give a shorter name")
+    try:
+        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, output, width, height)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except Exception as error:  # the host raises a plain one for a folder outside
+        outside = not Path(os.path.abspath(os.path.join(output, os.path.dirname(prefix)))).is_relative_to(
+            os.path.abspath(output)
+        )
+        why = f"it leads out of the output folder {output}" if outside else f"its folder cannot be used ({error})"
+        raise H3Error(f"{shown}: {why}; give a name below the output folder, which has to be writable") from error
     path = Path(folder) / f"{name}_{counter:0{NUMBERED}}_{suffix}"
     return path, {"filename": path.name, "subfolder": subfolder, "type": "output"}
 

@@ -25,7 +25,7 @@ from h3_runtime.manifest import make_manifest
 from h3_runtime.mask_picture import ANEW, KEPT, draw_masks
 from h3_runtime.media import Mp4Writer, read_clip
 from h3_runtime.media.join import Take, join_files
-from h3_runtime.memory.probe import Card
+from h3_runtime.memory.probe import Card, Host
 from h3_runtime.memory.rows import RenderSizes
 from h3_runtime.model import Loading, Models
 from h3_runtime.recovery import RecoveryFolder
@@ -233,6 +233,16 @@ def test_the_plan_places_a_dit_on_a_card_and_keeps_it_while_it_fits(model, monke
     monkeypatch.setattr(graph, "probe_card", lambda device: Card.given(0.7))
     with pytest.raises(H3Error, match="needs"):
         graph.settle_placement(dit, RenderJob(Canvas.fit(362, (1344, 768)), text))
+
+
+def test_a_render_beyond_the_machines_memory_is_refused_before_it_begins(model, monkeypatch):
+    dit = part(model, "dit")
+    long = RenderJob(Canvas.fit(362, (1344, 768)), TextCondition(torch.randn(3, 64), torch.ones(3, dtype=torch.int64)))
+    assert graph.settle_placement(dit, long) == []
+    monkeypatch.setattr(graph, "probe_host", lambda: Host.given(0.5))
+    with pytest.raises(H3Error, match=r"362 frames at 1344x768 needs .* GiB are free"):
+        graph.settle_placement(dit, long)
+    assert not dit.loaded
 
 
 def test_a_vae_that_is_not_connected_is_named():

@@ -671,3 +671,26 @@ def test_every_number_has_limits(pack):
 def test_a_number_outside_its_widgets_limits_is_refused_before_any_work(pack, class_type, given, words):
     with pytest.raises(pack.h3.H3Error, match=re.escape(words)):
         pack.run(class_type, **given)
+
+
+@pytest.mark.parametrize(
+    "prefix, words",
+    [
+        ("../../../elsewhere", "it leads out of the output folder"),
+        ("/elsewhere/clip", "it leads out of the output folder"),
+        ("a\0b", "it holds a control character"),
+        ("below/" + "\u4e2d" * 70, "longer than 180 bytes"),
+        ("taken/clip", "its folder cannot be used"),
+    ],
+)
+def test_a_prefix_that_is_no_name_in_the_output_folder_is_refused(pack, parts, prefix, words):
+    (pack.base / "output" / "taken").write_text("a file in the folder's place")
+    for class_type in ("H3RuntimeSaveVideo", "H3RuntimeSavePrompt"):
+        given = (
+            {"images": parts.frames}
+            if class_type == "H3RuntimeSaveVideo"
+            else {"positive": pack.run("H3RuntimeEncodePrompt", clip=parts.clip, prompt="a ball")[0]}
+        )
+        with pytest.raises(pack.h3.H3Error, match=re.escape("filename_prefix is ")) as refused:
+            pack.run(class_type, filename_prefix=prefix, **given)
+        assert words in str(refused.value)
