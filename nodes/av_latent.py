@@ -157,7 +157,8 @@ def _take_plain(tensor: Tensor, latent: dict, frames: int, notes: list[str]):
         clip = AVLatent(tensor.float(), torch.zeros(1, 32, 2, audio_latents(count)))
         return clip, _canvas_of(clip)
     if tensor.ndim not in (4, 5):
-        raise H3Error(f"the empty latent has shape {list(tensor.shape)}: 4 or 5 dimensions are read")
+        shape = list(tensor.shape)
+        raise H3Error(f"the empty latent has shape {shape}: 4 or 5 dimensions are read; connect H3 Empty Latent")
     return None, _canvas_of_empty(tensor, latent, frames, notes)
 
 
