@@ -34,7 +34,7 @@ from .pressure import free_memory
 from .render import environment
 from .request import RenderRequest
 from .save import Saved, machine
-from .unfinished import part_path
+from .unfinished import drop, part_path
 from .ways import LOSSLESS, Bed, Taken, Way, figures_of
 
 VERSION = 1
@@ -278,7 +278,7 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         raise H3Error(f"{path} could not be written ({error.strerror}): check the free space") from None
     finally:
-        part.unlink(missing_ok=True)
+        drop(part)
 
 
 def describe_weights(bed: Bed) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from .checkpoint.reader import SafetensorsFile
 from .errors import CheckpointError, H3Error
 from .geometry import Canvas
 from .job import AVLatent
-from .unfinished import part_path
+from .unfinished import drop, part_path
 
 KIND = "h3_runtime.latent"
 HASHED = ("video", "audio", "source_video", "source_audio")
@@ -70,7 +70,7 @@ def save_latent(
             f"{path} could not be written ({error.strerror}): free some space or choose another folder"
         ) from None
     finally:
-        part.unlink(missing_ok=True)
+        drop(part)
     return path
 
 

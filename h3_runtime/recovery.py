@@ -38,7 +38,7 @@ from .errors import CheckpointError, H3Error
 from .geometry import Canvas, is_whole
 from .job import AVLatent
 from .latents import PartialLatent, load_latent, save_latent
-from .unfinished import part_path
+from .unfinished import drop, part_path
 
 MAX_STATES = 16
 MAX_BYTES = 8 << 30
@@ -199,7 +199,7 @@ class RunRecovery:
             part.write_bytes(data)
             os.replace(part, path)
         finally:
-            part.unlink(missing_ok=True)
+            drop(part)
         return hashlib.sha256(data).hexdigest()
 
     def load(self) -> RunState | None:

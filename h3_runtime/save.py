@@ -30,7 +30,7 @@ from .memory.probe import driver_version
 from .model import Models
 from .render import Progress, RenderResult, run_fingerprint
 from .soundness import WARNING, judge_latent
-from .unfinished import part_path
+from .unfinished import drop, part_path
 
 
 @dataclass(frozen=True)
@@ -284,4 +284,4 @@ def _write_text(path: Path, text: str) -> None:
     except OSError as error:
         raise H3Error(f"{path.name} could not be written: {error.strerror}; choose another folder") from None
     finally:
-        part.unlink(missing_ok=True)
+        drop(part)

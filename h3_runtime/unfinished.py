@@ -39,6 +39,12 @@ def part_path(path: Path, suffix: str = "") -> Path:
     return path.with_name(f".{path.name[:NAME_LENGTH]}.{owner}.part{suffix}")
 
 
+def drop(part: Path) -> None:
+    """Remove what was not finished. A place that refuses this as well hides no error that is on its way."""
+    with suppress(OSError):
+        part.unlink(missing_ok=True)
+
+
 @contextmanager
 def claimed(path: Path) -> Iterator[None]:
     """Alone with ``path`` and what stands beside it under its name. H3Error while another run of this machine makes
@@ -53,8 +59,7 @@ def claimed(path: Path) -> Iterator[None]:
             raise H3Error(f"{path} is being made by another run (process {other}): wait for it, or choose another name")
         yield
     finally:
-        with suppress(OSError):
-            mine.unlink(missing_ok=True)
+        drop(mine)
 
 
 def _older_claim(mine: Path, stem: Path) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,8 +11,11 @@ import pytest
 import torch
 
 from h3_runtime import cli, unfinished
+from h3_runtime.checkpoint.writer import write_safetensors
+from h3_runtime.errors import H3Error
 from h3_runtime.latents import save_latent
 from h3_runtime.media import Mp4Writer
+from h3_runtime.media.pictures import write_image
 from h3_runtime.unfinished import part_path, sweep, sweep_folder
 
 from .small_jobs import CANVAS, clip
@@ -105,3 +109,25 @@ def test_recover_sweeps_states_and_this_folder(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert said.count("left by a run that was killed") == 2 and "is damaged" in said
     assert names(here) == [".a.part"] and len(names(states)) == 1
+
+
+def write_condition(path) -> None:
+    write_safetensors(path, {"rows": ("F32", (2,))}, [("rows", torch.zeros(2))], {})
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: save_latent(path, CANVAS, clip()),
+        write_condition,
+        lambda path: write_image(path.with_suffix(".png"), torch.zeros(8, 8, 3, dtype=torch.uint8)),
+    ],
+)
+def test_a_place_that_refuses_writing_and_removing_has_one_sentence(tmp_path, monkeypatch, write):
+    def refused(*given, **more):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("replace", "link", "rename", "unlink"):
+        monkeypatch.setattr(os, name, refused)
+    with pytest.raises(H3Error, match=r"(could not|cannot) be written.*Read-only file system"):
+        write(tmp_path / "kept.safetensors")

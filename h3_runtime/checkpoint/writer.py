@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..unfinished import part_path
+from ..unfinished import drop, part_path
 from .reader import DTYPES
 
 WORDS = {getattr(torch, name): word for word, (_, name) in DTYPES.items() if name and hasattr(torch, name)}
@@ -47,7 +47,7 @@ def write_safetensors(
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}; choose another place.") from None
     finally:
-        partial.unlink(missing_ok=True)
+        drop(partial)
     return len(header) + total
 
 

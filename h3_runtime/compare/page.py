@@ -16,7 +16,7 @@ from PIL import Image
 
 from ..errors import H3Error
 from ..media.files import publish
-from ..unfinished import part_path
+from ..unfinished import drop, part_path
 from . import sounds, verdict
 from .clips import DIFFERENCE, SIDE_BY_SIDE
 from .measured import is_number, shown
@@ -113,7 +113,7 @@ def _save(picture: Image.Image, path: Path) -> None:
         picture.save(part)
         publish(part, path)
     finally:
-        part.unlink(missing_ok=True)
+        drop(part)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -123,7 +123,7 @@ def write_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
         publish(part, path)
     finally:
-        part.unlink(missing_ok=True)
+        drop(part)
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from ..errors import H3Error
 from ..geometry import AUDIO_CHANNELS, SAMPLE_RATE, audio_samples
 from ..soundness import FrameLevels, judge_clips
-from ..unfinished import part_path
+from ..unfinished import drop, part_path
 from .clips import stream_frames
 from .files import check_output_path, open_media, publish
 from .sound import fit_audio, read_audio
@@ -96,7 +96,7 @@ def copy_tracks(source: str | os.PathLike, target: str | os.PathLike, metadata: 
     except av.FFmpegError as error:
         raise H3Error(f"{target} could not be written ({error}): choose another folder") from error
     finally:
-        part.unlink(missing_ok=True)
+        drop(part)
 
 
 def _sound_of(take: Take, samples: int, notes: list[str]) -> torch.Tensor:

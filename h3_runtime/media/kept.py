@@ -20,7 +20,7 @@ import torch
 
 from ..errors import H3Error
 from ..geometry import FPS, SAMPLE_RATE, audio_samples
-from ..unfinished import part_path
+from ..unfinished import drop, part_path
 from .files import open_media, publish
 from .pictures import to_uint8
 from .write import CodedFile, coded_sound, ready_sound, sound_bits
@@ -94,7 +94,7 @@ class KeptWriter(CodedFile):
 
     def _discard(self) -> None:
         self._close()
-        self._part.unlink(missing_ok=True)
+        drop(self._part)
 
 
 class Tee:

@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageOps
 
 from ..errors import H3Error, NonFiniteError
-from ..unfinished import part_path
+from ..unfinished import drop, part_path
 from .files import PICTURE_SUFFIXES, check_output_path, existing, open_picture, publish
 
 SAVE_OPTIONS = {
@@ -68,7 +68,7 @@ def write_image(path: str | os.PathLike, pixels: np.ndarray | torch.Tensor) -> P
     except OSError as error:
         raise H3Error(f"{path} could not be written ({error}): free some space or choose another folder") from error
     finally:
-        part.unlink(missing_ok=True)
+        drop(part)
 
 
 def to_uint8(pixels: np.ndarray | torch.Tensor) -> np.ndarray:

@@ -24,7 +24,7 @@ import torch
 
 from ..errors import H3Error
 from ..geometry import AUDIO_CHANNELS, FPS, SAMPLE_RATE, audio_samples
-from ..unfinished import part_path, sweep
+from ..unfinished import drop, part_path, sweep
 from .files import check_fps, check_output_path, publish
 from .pictures import to_uint8
 from .sound import fit_audio
@@ -279,7 +279,7 @@ class Mp4Writer(CodedFile):
     def _discard(self) -> None:
         self._close()
         for part in self._parts:
-            part.unlink(missing_ok=True)
+            drop(part)
         self._parts = []
 
 
