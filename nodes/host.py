@@ -151,8 +151,11 @@ def saved_files(suffix: str) -> list[str]:
 
 def saved_file(name: str) -> Path | None:
     """The file that a name of ``saved_files`` stands for; None when it is gone. It never leaves the host's folders."""
-    path = Path(folder_paths.get_annotated_filepath(name))
-    return path if path.is_file() else None
+    try:
+        path = Path(folder_paths.get_annotated_filepath(name))
+        return path if path.is_file() else None
+    except (ValueError, TypeError, AttributeError, OSError):  # it leads out of the folder, or is no name at all
+        return None
 
 
 def output_file(prefix: str, suffix: str, width: int = 0, height: int = 0) -> tuple[Path, dict[str, str]]:

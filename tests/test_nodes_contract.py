@@ -694,3 +694,16 @@ def test_a_prefix_that_is_no_name_in_the_output_folder_is_refused(pack, parts, p
         with pytest.raises(pack.h3.H3Error, match=re.escape("filename_prefix is ")) as refused:
             pack.run(class_type, filename_prefix=prefix, **given)
         assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere", "a\0b", "x" * 5000, 7])
+def test_a_name_that_stands_for_no_saved_file_is_gone(pack, monkeypatch, name):
+    def stricter(given):  # as ComfyUI's own refuses what leads out of its folders
+        if ".." in given:
+            raise ValueError(f"Invalid file path: {given!r}")
+        return str(pack.base / "input" / given)
+
+    monkeypatch.setattr(pack.host.folder_paths, "get_annotated_filepath", stricter)
+    for class_type in ("H3RuntimeLoadLatent", "H3RuntimeLoadPrompt"):
+        with pytest.raises(pack.h3.H3Error, match="is gone: press R"):
+            pack.run(class_type, file=name)
