@@ -6,6 +6,7 @@ graph {id: {class_type, inputs}} ─forecast─▶ labels {id: label, parts with
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import lru_cache
 
@@ -21,6 +22,7 @@ SAMPLER = "H3RuntimeSampler"
 KINDS = {"text_encoder": "text encoder", "video_vae": "video VAE", "audio_vae": "audio VAE"}
 MASK_VALUES = 2  # of a mask that is not known yet: kept and made anew
 TIGHT = 0.9  # of what is free
+LONGEST_SECONDS = 10  # for one graph
 
 
 @lru_cache(maxsize=32)
@@ -217,9 +219,17 @@ LABELS = {
 def forecast(graph: dict[str, dict], wrong: dict[str, str], vram_gib: float = 0.0, ram_gib: float = 0.0) -> dict:
     """Labels and plans of every node that has one. ``wrong``: nodes whose widgets cannot be used, and why."""
     busy = host.compute_device().type == "cuda" and host.is_running()
-    labels, plans = {}, {}
+    labels, plans, until = {}, {}, time.monotonic() + LONGEST_SECONDS
     for node, found in graph.items():
         kind = found["class_type"]
+        if time.monotonic() > until:  # the page's other questions wait behind this one
+            late = {
+                "error": f"not foreseen: the labels of this graph take more than {LONGEST_SECONDS} s",
+                "assumed": [],
+            }
+            labels |= {node: late} if kind in LABELS else {}
+            plans |= {node: late} if kind == SAMPLER else {}
+            continue
         if kind in LABELS:
             labels[node] = _told(graph, wrong, node, lambda up, step: shown_label(LABELS[step.kind](up, step)))
         if kind == SAMPLER:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -371,3 +375,30 @@ def test_both_languages_have_the_same_words():
     for file in (ROOT / "web").glob("*.js"):
         asked |= set(re.findall(r"\btold\.(\w+)", file.read_text(encoding="utf-8")))
     assert asked <= {entry[0] for entry in english}
+
+
+def test_a_graph_that_takes_too_long_is_cut_off_and_says_so(pack, monkeypatch):
+    monkeypatch.setattr(pack.foresee, "LONGEST_SECONDS", -1)
+    answer = told(pack, rendered())
+    assert len(answer["labels"]) == 6 and set(answer["plans"]) == {"sampler"}
+    assert all("not foreseen" in label["error"] for label in [*answer["labels"].values(), *answer["plans"].values()])
+
+
+@pytest.mark.parametrize("body", [b"[" * 200_000, b"{", b"\xff"])
+@pytest.mark.parametrize("charset", ["utf-8", "no-such-charset"])
+def test_a_body_that_cannot_be_read_is_refused(pack, monkeypatch, body, charset):
+    """The route as the host's server calls it, with aiohttp's own reading of a body: bytes, charset, JSON."""
+    routes, served = SimpleNamespace(get=lambda path: lambda call: call), {}
+    routes.post = lambda path: lambda call: served.setdefault(path, call)
+    server = SimpleNamespace(PromptServer=SimpleNamespace(instance=SimpleNamespace(routes=routes)))
+    said = SimpleNamespace(web=SimpleNamespace(json_response=lambda data, status=200: (status, data)))
+    monkeypatch.setitem(sys.modules, "server", server)
+    monkeypatch.setitem(sys.modules, "aiohttp", said)
+    pack.routes.add_routes()
+
+    class Request:
+        async def json(self):
+            return json.loads(body.decode(charset))
+
+    status, answer = asyncio.run(served["/h3_runtime/forecast"](Request()))
+    assert status == 400 and "no JSON" in answer["error"]
