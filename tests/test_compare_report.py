@@ -386,3 +386,20 @@ def test_an_edited_report_or_manifest_ends_no_comparison(media, tmp_path, edit):
     made = compare_files(one, two)
     if "stage_seconds" not in edit:
         assert any("not what a render writes" in note for note in made.data["notes"])
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_comparison_that_does_not_end_leaves_no_half_report(media, tmp_path, monkeypatch, older):
+    out = tmp_path / "report"
+    if older:
+        out.mkdir()
+        (out / "mine.txt").write_text("of the user's own")
+
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pages, "write_text", full)
+    sides = [side_of_frames(media.clip, media.sound, name=name) for name in "AB"]
+    with pytest.raises(H3Error, match="No space left on device"):
+        compare_sides(*sides, out)
+    assert (out / "mine.txt").is_file() if older else not out.exists()

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -104,7 +105,27 @@ def compare_sides(
     H3Error for clips that cannot be compared, before anything is written.
     """
     first = _first_frames(a, b, resize)
-    folder = None if out is None else _folder(out)
+    if out is None:
+        return _compared(a, b, None, first, thresholds or {}, progress)
+    folder = _folder(out)
+    with _whole_or_gone(folder):
+        return _compared(a, b, folder, first, thresholds or {}, progress)
+
+
+@contextmanager
+def _whole_or_gone(folder: Path) -> Iterator[None]:
+    """A new folder in which a comparison does not end is removed again; what stood in an older one stays."""
+    new = not any(folder.iterdir())
+    try:
+        yield
+    except BaseException:  # Cancel as well
+        if new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _compared(a: Side, b: Side, folder: Path | None, first, thresholds: dict[str, float], progress) -> Comparison:
+    """Read both sides once and, with ``folder``, write what is shown of them. ``first``: the first frame of each."""
     height, width = first[0].shape[:2]
     seen = _Measuring()
     if first[1].shape != first[0].shape:
@@ -114,7 +135,7 @@ def compare_sides(
     with clips as recorder:
         seen.notes += [] if recorder is None else recorder.notes
         _measure_frames(a, b, (width, height), recorder, seen, progress or (lambda stage, done, total: None))
-    data = _data(a, b, seen, thresholds or {}, (width, height))
+    data = _data(a, b, seen, thresholds, (width, height))
     made = Comparison(data, seen.meter.tracks, (a, b), folder, () if folder is None else tuple(recorder.proxies))
     if folder is not None:
         from .page import write_files
