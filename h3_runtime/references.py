@@ -148,11 +148,15 @@ def read_memory(medium: Media) -> tuple[np.ndarray | None, Tensor | None]:
     frames, audio = medium.frames, medium.audio
     if frames is not None:
         frames = frames.cpu().numpy() if isinstance(frames, Tensor) else np.asarray(frames)
-        if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or 0 in frames.shape:
+        if frames.ndim == 4 and 0 in frames.shape:
+            raise H3Error(f"{medium.name} has no picture ({list(frames.shape)}): give at least one, or connect nothing")
+        if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
             raise H3Error(f"{medium.name} has pixels {list(frames.shape)} {frames.dtype}: give uint8 [f, h, w, 3]")
     if audio is not None:
         audio = torch.as_tensor(audio).float().cpu()
-        if audio.ndim != 2 or audio.shape[0] != AUDIO_CHANNELS or not audio.shape[1]:
+        if audio.ndim == 2 and not audio.shape[1]:
+            raise H3Error(f"{medium.name} has a sound of 0 samples: give one that has some, or connect none")
+        if audio.ndim != 2 or audio.shape[0] != AUDIO_CHANNELS:
             raise H3Error(f"{medium.name} has sound {list(audio.shape)}: give [2, samples] at {SAMPLE_RATE} Hz")
         if not bool(torch.isfinite(audio).all()):
             raise NonFiniteError(f"the sound of {medium.name} holds NaN or infinity: make it again")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .sockets import intermediate, make_pair, streams_of
+from .sockets import intermediate, make_pair, samples_of, streams_of
 
 KEY = "h3_runtime"
 OTHER_RATIO = 8  # pixels per cell of most models' latents, where a latent does not say
@@ -88,7 +88,7 @@ def take_latent(latent: dict, frames: int = 124) -> TakenLatent:
     from ..h3_runtime import AVLatent, Canvas, H3Error
 
     notes: list[str] = []
-    streams = streams_of(latent["samples"])
+    streams = samples_of(latent)
     if len(streams) == 1:
         clip, canvas = _take_plain(streams[0], latent, frames, notes)
     elif len(streams) == 2:
@@ -165,7 +165,8 @@ def _take_plain(tensor: Tensor, latent: dict, frames: int, notes: list[str]):
 def _canvas_of_empty(tensor: Tensor, latent: dict, frames: int, notes: list[str]):
     from ..h3_runtime import Canvas, pixel_frames, snap_frames
 
-    ratio = latent.get("downscale_ratio_spacial") or OTHER_RATIO
+    ratio = latent.get("downscale_ratio_spacial")
+    ratio = ratio if isinstance(ratio, (int, float)) and 1 <= ratio <= 256 else OTHER_RATIO
     height, width = (round(side * ratio) for side in tensor.shape[-2:])
     if tensor.ndim == 4:
         count = snap_frames(frames)

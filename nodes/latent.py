@@ -15,7 +15,7 @@ import torch
 from . import host
 from .av_latent import KEY, empty_clip, give_latent, take_latent
 from .media import take_clip, take_media, take_sound
-from .sockets import CATEGORY, GONE, Node, SavedFileNode, intermediate, io, streams_of
+from .sockets import CATEGORY, GONE, Node, SavedFileNode, intermediate, io, samples_of
 from .stand_ins import part_of
 
 FOLDER = f"{CATEGORY}/latent"
@@ -335,7 +335,7 @@ class SplitLatent(Node):
     def execute(cls, latent):
         from ..h3_runtime import H3Error
 
-        streams = streams_of(latent["samples"])
+        streams = samples_of(latent)
         if len(streams) != 2:
             raise H3Error("the latent holds one stream only: there is nothing to take apart")
         notes = ["its masks are left out"] if latent.get("noise_mask") is not None else []
@@ -368,7 +368,7 @@ class JoinLatent(Node):
     def execute(cls, picture, sound):
         from ..h3_runtime import AVLatent, H3Error, audio_latents, whole_frames
 
-        video, audio = streams_of(picture["samples"])[0].float(), streams_of(sound["samples"])[-1].float()
+        video, audio = samples_of(picture)[0].float(), samples_of(sound)[-1].float()
         clip = AVLatent(video, audio)
         needed = audio_latents(whole_frames(video.shape[2]))
         notes = []

@@ -20,8 +20,10 @@ SAMPLE_RATE = 32000
 
 def take_frames(images: Tensor, name: str, notes: list[str]):
     """uint8 [F, H, W, 3] of an IMAGE. H3Error for NaN."""
-    from ..h3_runtime import to_uint8
+    from ..h3_runtime import H3Error, to_uint8
 
+    if images.ndim != 4:
+        raise H3Error(f"{name} has shape {list(images.shape)}: give an IMAGE [frames, height, width, channels]")
     if images.shape[-1] > 3:
         notes.append(f"{name}: its alpha channel is left out")
     elif images.shape[-1] == 1:
@@ -32,11 +34,18 @@ def take_frames(images: Tensor, name: str, notes: list[str]):
 
 def take_sound(audio: dict | None, name: str, notes: list[str]) -> Tensor | None:
     """float32 [2, L] at 32 kHz of an AUDIO; None for none."""
-    from ..h3_runtime import resample_sound
+    from ..h3_runtime import H3Error, resample_sound
 
     if audio is None:
         return None
-    waveform, rate = audio["waveform"].detach().to("cpu", torch.float32, copy=True), int(audio["sample_rate"])
+    waveform, rate = audio.get("waveform"), audio.get("sample_rate")
+    shape = list(getattr(waveform, "shape", ()))
+    if len(shape) not in (2, 3) or 0 in shape[:-1] or not isinstance(rate, (int, float)) or not rate >= 1:
+        raise H3Error(
+            f"{name}: the sound has shape {shape} at {rate} Hz: give an AUDIO [1, channels, samples] at 1 Hz or more"
+        )
+    waveform, rate = waveform.detach().to("cpu", torch.float32, copy=True), int(rate)
+    waveform = waveform[None] if waveform.ndim == 2 else waveform
     if waveform.shape[0] > 1:
         notes.append(f"{name}: the first of {waveform.shape[0]} sounds is used")
     sound = waveform[0]  # [C, L]

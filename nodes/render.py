@@ -11,7 +11,7 @@ from .av_latent import give_latent, take_latent
 from .jobs import Settings, make_job
 from .load import host_model_refused, require_model
 from .media import give_audio, take_sound
-from .sockets import CATEGORY, LOADER, H3Acceleration, H3Model, Node, io, wrong_type
+from .sockets import CATEGORY, LOADER, H3Acceleration, H3Model, Node, io, samples_of, wrong_type
 from .stand_ins import TILE, PictureAsVae, SoundAsVae, load_part, only_dit, part_of
 
 FOLDER = f"{CATEGORY}/render"
@@ -238,6 +238,7 @@ def taken_for_decoding(latent: dict):
     """(TakenLatent with a clip, sentences about it, whether it is sound). H3Error for an empty one."""
     from ..h3_runtime import WARNING, H3Error, judge_latent
 
+    samples_of(latent)  # refuses what is no latent
     taken = take_latent({**latent, "noise_mask": None})
     if taken.clip is None:
         raise H3Error("the latent is empty (all zeros): it was never rendered; connect the sampler's")

@@ -155,6 +155,16 @@ def streams_of(value) -> list[Tensor]:
     return [tensor.detach().to("cpu", copy=True) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
 
 
+def samples_of(latent) -> list[Tensor]:
+    """The streams of a LATENT. H3Error for what is none."""
+    from ..h3_runtime import H3Error
+
+    streams = streams_of(latent.get("samples")) if isinstance(latent, dict) else []
+    if not streams or not all(isinstance(stream, Tensor) and stream.ndim for stream in streams):
+        raise H3Error("no latent came over this wire: connect H3 Empty Latent, an encoded clip or a sampler")
+    return streams
+
+
 def video_of_file(path):
     """A VIDEO of a finished file; the path itself where the host has no such type."""
     try:

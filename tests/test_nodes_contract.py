@@ -707,3 +707,32 @@ def test_a_name_that_stands_for_no_saved_file_is_gone(pack, monkeypatch, name):
     for class_type in ("H3RuntimeLoadLatent", "H3RuntimeLoadPrompt"):
         with pytest.raises(pack.h3.H3Error, match="is gone: press R"):
             pack.run(class_type, file=name)
+
+
+@pytest.mark.parametrize("latent", [None, {}, {"samples": "x"}, {"samples": torch.tensor(1.0)}])
+def test_what_is_no_latent_is_refused_with_a_sentence(pack, parts, latent):
+    with pytest.raises(pack.h3.H3Error, match="no latent came over this wire"):
+        pack.run("H3RuntimeDecodeVideo", latent=latent, video_vae=parts.video_vae)
+    with pytest.raises(pack.h3.H3Error, match="no latent came over this wire"):
+        pack.run("H3RuntimeJoinLatent", picture=latent, sound=parts.empty)
+
+
+@pytest.mark.parametrize(
+    "audio, words",
+    [
+        ({"waveform": torch.zeros(0, 2, 99), "sample_rate": 32000}, "the sound has shape [0, 2, 99] at 32000 Hz"),
+        ({"waveform": torch.zeros(1, 2, 99), "sample_rate": 0}, "at 0 Hz: give an AUDIO"),
+        ({"waveform": torch.zeros(99), "sample_rate": 32000}, "the sound has shape [99]"),
+        ({"waveform": torch.zeros(1, 2, 99)}, "at None Hz: give an AUDIO"),
+        ({"waveform": torch.zeros(1, 2, 0), "sample_rate": 32000}, "a sound of 0 samples: give one that has some"),
+    ],
+)
+def test_what_is_no_sound_is_refused_with_a_sentence(pack, parts, audio, words):
+    with pytest.raises(pack.h3.H3Error, match=re.escape(words)):
+        pack.run(
+            "H3RuntimeEncodeClip",
+            video_vae=parts.video_vae,
+            audio_vae=parts.audio_vae,
+            images=parts.frames,
+            audio=audio,
+        )
