@@ -1,4 +1,4 @@
-"""What a node refuses before any work: numbers over a wire, prefixes, names of files, and what is no latent or sound."""
+"""What a node refuses before any work: numbers over a wire, prefixes, file names, and what is no latent or sound."""
 
 from __future__ import annotations
 
