@@ -20,7 +20,7 @@ from typing import Any
 
 from ..checkpoint.kept import cache_folder
 from ..errors import H3Error
-from ..unfinished import part_path
+from ..unfinished import drop, part_path
 from .base import Submission
 from .returned import Expected
 from .settings import Server
@@ -76,7 +76,7 @@ class JobFolder:
                 part.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
                 os.replace(part, path)
             finally:
-                part.unlink(missing_ok=True)
+                drop(part)
 
     def find(self, mark: str) -> JobRecord | None:
         """The record of this fingerprint."""

@@ -25,7 +25,7 @@ from ..media import check_output_path, copy_tracks, kept_path
 from ..media.files import publish
 from ..request import RenderRequest
 from ..soundness import WARNING
-from ..unfinished import part_path
+from ..unfinished import drop, part_path
 from . import ENGINES
 from .base import DONE, FAILED, Engine, Told
 from .jobs import JobFolder, JobRecord, fingerprint
@@ -273,7 +273,7 @@ class _Run:
                 f"{path} could not be written ({error.strerror}): free some space; {self._again(job)}"
             ) from None
         finally:
-            part.unlink(missing_ok=True)
+            drop(part)
         if target != path:
             said.append(f"{path.name} is open in another program: saved as {target.name}")
         label, told, number = about
@@ -369,4 +369,4 @@ def _write(path: Path, content: dict) -> None:
     except OSError as error:
         raise H3Error(f"{path.name} could not be written ({error.strerror}): choose another folder") from None
     finally:
-        part.unlink(missing_ok=True)
+        drop(part)
