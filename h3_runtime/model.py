@@ -202,7 +202,7 @@ class Models:
     def _placed(self, path: Path) -> tuple[tuple[DiT, DiTLayers], CheckpointInfo]:
         how, self.lora_plan = self.loading, None
         opened = open_dit(path, self.dtype, self.layout, quantise=how.online("dit"))
-        info = opened.info
+        info = on_device(opened.info, self.device)
 
         def put_loras(dit: DiT) -> None:
             self.lora_plan = plan_loras(dit, how.loras)
