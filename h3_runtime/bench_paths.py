@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ from .pressure import free_memory
 from .render import environment
 from .request import RenderRequest
 from .save import Saved, machine
-from .unfinished import drop, part_path
+from .unfinished import write_whole
 from .ways import LOSSLESS, Bed, Taken, Way, figures_of
 
 VERSION = 1
@@ -271,14 +270,10 @@ class Cells:
 
 def write_text(path: Path, text: str) -> None:
     """In one step. H3Error where it cannot be written."""
-    part = part_path(path)
     try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+        write_whole(path, text)
     except OSError as error:
         raise H3Error(f"{path} could not be written ({error.strerror}): check the free space") from None
-    finally:
-        drop(part)
 
 
 def describe_weights(bed: Bed) -> dict[str, Any]:

@@ -19,7 +19,6 @@ finished latent stays until its clip is saved.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ from .errors import CheckpointError, H3Error
 from .geometry import Canvas, is_whole
 from .job import AVLatent
 from .latents import PartialLatent, load_latent, save_latent
-from .unfinished import drop, part_path
+from .unfinished import part_path, write_whole
 
 MAX_STATES = 16
 MAX_BYTES = 8 << 30
@@ -192,14 +191,8 @@ class RunRecovery:
 
     def _write(self, file: str, tensors: dict[str, Tensor]) -> str:
         """A held file in one step; returns its SHA-256."""
-        path = self.folder.folder / file
-        part = part_path(path)
-        try:
-            data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-            part.write_bytes(data)
-            os.replace(part, path)
-        finally:
-            drop(part)
+        data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+        write_whole(self.folder.folder / file, data)
         return hashlib.sha256(data).hexdigest()
 
     def load(self) -> RunState | None:

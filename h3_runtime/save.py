@@ -30,7 +30,7 @@ from .memory.probe import driver_version
 from .model import Models
 from .render import Progress, RenderResult, run_fingerprint
 from .soundness import WARNING, judge_latent
-from .unfinished import drop, part_path
+from .unfinished import write_whole
 
 
 @dataclass(frozen=True)
@@ -277,11 +277,7 @@ def _processor() -> str:
 
 
 def _write_text(path: Path, text: str) -> None:
-    part = part_path(path)
     try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+        write_whole(path, text)
     except OSError as error:
         raise H3Error(f"{path.name} could not be written: {error.strerror}; choose another folder") from None
-    finally:
-        drop(part)

@@ -45,6 +45,19 @@ def drop(part: Path) -> None:
         part.unlink(missing_ok=True)
 
 
+def write_whole(path: Path, data: str | bytes) -> None:
+    """A small file in one step: half of it never stands there. OSError as the system gives it; text as UTF-8."""
+    part = part_path(path)
+    try:
+        if isinstance(data, str):
+            part.write_text(data, encoding="utf-8")
+        else:
+            part.write_bytes(data)
+        os.replace(part, path)
+    finally:
+        drop(part)
+
+
 @contextmanager
 def claimed(path: Path) -> Iterator[None]:
     """Alone with ``path`` and what stands beside it under its name. H3Error while another run of this machine makes

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from typing import Any
 
 from ..checkpoint.kept import cache_folder
 from ..errors import H3Error
-from ..unfinished import drop, part_path
+from ..unfinished import write_whole
 from .base import Submission
 from .returned import Expected
 from .settings import Server
@@ -70,13 +69,7 @@ class JobFolder:
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._trim()
-            path = self.path(record.fingerprint)
-            part = part_path(path)
-            try:
-                part.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
-                os.replace(part, path)
-            finally:
-                drop(part)
+            write_whole(self.path(record.fingerprint), json.dumps(asdict(record), indent=1))
 
     def find(self, mark: str) -> JobRecord | None:
         """The record of this fingerprint."""

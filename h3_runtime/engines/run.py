@@ -10,7 +10,6 @@ Cancel, Ctrl-C: the job is ended where the engine can, else it stays and its rec
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,7 +24,7 @@ from ..media import check_output_path, copy_tracks, kept_path
 from ..media.files import publish
 from ..request import RenderRequest
 from ..soundness import WARNING
-from ..unfinished import drop, part_path
+from ..unfinished import drop, part_path, write_whole
 from . import ENGINES
 from .base import DONE, FAILED, Engine, Told
 from .jobs import JobFolder, JobRecord, fingerprint
@@ -362,11 +361,7 @@ def report_of(facts: Returned, record: JobRecord, about: tuple, notes: list[str]
 
 
 def _write(path: Path, content: dict) -> None:
-    part = part_path(path)
     try:
-        part.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
-        os.replace(part, path)
+        write_whole(path, json.dumps(content, indent=1, ensure_ascii=False))
     except OSError as error:
         raise H3Error(f"{path.name} could not be written ({error.strerror}): choose another folder") from None
-    finally:
-        drop(part)

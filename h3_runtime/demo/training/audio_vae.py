@@ -155,13 +155,3 @@ def _with_neighbours(latent: Tensor) -> Tensor:
     wide = torch.nn.functional.pad(latent, (1, 1))
     count = latent.shape[1]
     return torch.cat([wide[:, 1 + shift : 1 + shift + count] for shift in REACH]).T
-
-
-def signal_to_noise(vae: AudioVAE, sounds: list[Tensor]) -> float:
-    """dB over all ``sounds`` [2, L] together, through encode and decode."""
-    signal = noise = 0.0
-    for sound in sounds:
-        made = vae.decode(vae.encode(sound[None]))[0, :, : sound.shape[1]]
-        signal += sound.square().sum().item()
-        noise += (made - sound).square().sum().item()
-    return 10 * math.log10(signal / noise)

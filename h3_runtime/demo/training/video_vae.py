@@ -238,12 +238,3 @@ def _patches(pixels: Tensor) -> Tensor:
     _, colours, frames, height, width = pixels.shape
     x = pixels.reshape(colours, frames // 4, 4, height // 16, 16, width // 16, 16)
     return x.permute(1, 3, 5, 0, 2, 4, 6).reshape(-1, colours * 4 * 256)
-
-
-def round_trip(vae: VideoVAE, seed: int = 99, count: int = 12, sizes=((128, 128),), frames: int = 22) -> float:
-    """PSNR in dB over ``count`` clips of scenes that no training saw, through the product's encode and decode."""
-    errors = []
-    for _, clip in zip(range(count), draw_clips(seed, sizes, frames)):
-        made = vae.decode(vae.encode_mean(clip))[0].permute(1, 2, 3, 0)
-        errors.append(((made - clip.float() / 255) ** 2).mean().item())
-    return -10 * float(np.log10(np.mean(errors)))
