@@ -21,7 +21,7 @@ from torch import Tensor
 from .accelerators import Accelerator, build
 from .checkpoint.info import CheckpointInfo
 from .checkpoint.load import open_dit
-from .checkpoint.opening import find_partition, open_checkpoint, wrong_partition
+from .checkpoint.opening import find_partition, open_checkpoint, partition_serves, wrong_partition
 from .checkpoint.parts import DiTPath, PartPaths
 from .encodings import LatentCache, MediaOrigin
 from .errors import H3Error
@@ -210,7 +210,7 @@ class Part:
     def check(self, job: RenderJob) -> None:
         """H3Error for a job that this DiT cannot run; only headers are read."""
         needed = "ref2va" if job.references else "fl2va"
-        if self.partition not in (needed, "both", "unknown"):
+        if not partition_serves(self.partition, needed):
             names = {"fl2va": "FL2VA", "ref2va": "Ref2VA"}
             what = "references need" if job.references else "a prompt without references needs"
             raise H3Error(

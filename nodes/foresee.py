@@ -51,7 +51,15 @@ def described_with_loras(dit):
 
 def render_of(up: Upstream, step: Step):
     """(DiT, Foreseen, encoder and VAEs that encode its conditions) of a sampler. H3Error where it cannot run."""
-    from ..h3_runtime import Foreseen, H3Error, RenderSizes, ScheduleSettings, gradient_levels, prompt_rows
+    from ..h3_runtime import (
+        Foreseen,
+        H3Error,
+        RenderSizes,
+        ScheduleSettings,
+        gradient_levels,
+        partition_serves,
+        prompt_rows,
+    )
 
     given = step.inputs
     dit = up.model(given)
@@ -64,7 +72,7 @@ def render_of(up: Upstream, step: Step):
     seen = up.latent(given, frames=int(up.value(given, "frames", 124)))
     condition = condition_of(up, given, seen.canvas)
     needed = "ref2va" if condition.references else "fl2va"
-    if dit.partition not in (needed, "both", "unknown"):
+    if not partition_serves(dit.partition, needed):
         names = {"fl2va": "FL2VA", "ref2va": "Ref2VA"}
         raise H3Error(f"{names[needed]} weights are needed here, and {dit.name} holds {names[dit.partition]} weights")
     levels = gradient_levels(MASK_VALUES) if seen.masks else ()

@@ -8,12 +8,15 @@ A workflow holds the name alone: origin and key stand in the user's settings.
 
 from __future__ import annotations
 
+import torch
+
 from . import host
 from .condition import prompt_input
 from .latent import RATIOS, canvas_of
 from .mask import fit_mask
 from .media import give_audio, give_images, take_frames, take_media
 from .references import collect, media_inputs
+from .render import shift_inputs
 from .save import FOLDER, PREFIX_TOOLTIP
 from .sockets import Node, io, video_of_file
 
@@ -103,24 +106,7 @@ def run_inputs() -> list:
             default="lossless",
             tooltip="The engine's own word. high is faster and leaves out work; SGLang gives it for one workload only.",
         ),
-        io.Float.Input(
-            "video_shift",
-            optional=True,
-            default=12.0,
-            min=0.01,
-            max=100.0,
-            step=0.01,
-            tooltip="Shift of the picture's schedule; 12 is what the model was trained with.",
-        ),
-        io.Float.Input(
-            "audio_shift",
-            optional=True,
-            default=3.0,
-            min=0.01,
-            max=100.0,
-            step=0.01,
-            tooltip="Shift of the sound's schedule; 3 is what the model was trained with.",
-        ),
+        *shift_inputs(),
         io.Boolean.Input(
             "resume",
             optional=True,
@@ -217,7 +203,7 @@ class RemoteRender(Node):
     @classmethod
     @host.runtime_mode
     def execute(cls, server, prompt, filename_prefix="h3/remote", **options):
-        from ..h3_runtime import RemoteOptions, read_clip, render_remote, resume_remote
+        from ..h3_runtime import RemoteOptions, audio_samples, read_clip, render_remote, resume_remote
 
         found, notes = server_of(server), []
         request = make_request(prompt, options, notes)
@@ -243,7 +229,7 @@ class RemoteRender(Node):
         clip = read_clip(made.path)
         sound = clip.audio
         if sound is None:
-            sound = silence(len(clip.frames))
+            sound = torch.zeros(2, audio_samples(len(clip.frames)))  # what stands for a sound that is not there
         notes += [*result.notes, *made.notes, f"saved {made.path.name}: {made.facts.frames} frames"]
         notes.append(f"job {', '.join(result.jobs)} took {host.clock(result.seconds)}")
         report = "\n".join([result.fidelity.title, *notes])
@@ -285,13 +271,6 @@ def make_request(prompt: str, options: dict, notes: list[str]):
         audio_shift=options.get("audio_shift", 3.0),
         **given,
     )
-
-
-def silence(frames: int):
-    """What stands for the sound of a clip that has none."""
-    import torch
-
-    return torch.zeros(2, round(frames / 24 * 32000))
 
 
 def label_of(up, step):

@@ -17,6 +17,30 @@ from .stand_ins import TILE, PictureAsVae, SoundAsVae, load_part, only_dit, part
 FOLDER = f"{CATEGORY}/render"
 
 
+def shift_inputs() -> list:
+    """Widgets of both streams' shifts."""
+    return [
+        io.Float.Input(
+            "video_shift",
+            optional=True,
+            default=12.0,
+            min=0.01,
+            max=100.0,
+            step=0.01,
+            tooltip="Shift of the picture's schedule; 12 is what the model was trained with.",
+        ),
+        io.Float.Input(
+            "audio_shift",
+            optional=True,
+            default=3.0,
+            min=0.01,
+            max=100.0,
+            step=0.01,
+            tooltip="Shift of the sound's schedule; 3 is what the model was trained with.",
+        ),
+    ]
+
+
 def schedule_inputs() -> list:
     """The sampler's widgets about steps."""
     return [
@@ -53,24 +77,7 @@ def schedule_inputs() -> list:
             max=1000,
             tooltip="The step to stop before, to save the state and go on later; 0: to the end.",
         ),
-        io.Float.Input(
-            "video_shift",
-            optional=True,
-            default=12.0,
-            min=0.01,
-            max=100.0,
-            step=0.01,
-            tooltip="Shift of the picture's schedule; 12 is what the model was trained with.",
-        ),
-        io.Float.Input(
-            "audio_shift",
-            optional=True,
-            default=3.0,
-            min=0.01,
-            max=100.0,
-            step=0.01,
-            tooltip="Shift of the sound's schedule; 3 is what the model was trained with.",
-        ),
+        *shift_inputs(),
     ]
 
 

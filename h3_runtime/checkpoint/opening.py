@@ -354,11 +354,16 @@ def find_partition(source: TensorSource) -> tuple[str, list[str]]:
     return partition, [f"{partition} by {sign}, against {listed(against)}"] if against else []
 
 
+def partition_serves(partition: str, needed: str) -> bool:
+    """Whether weights of ``partition`` go with what needs ``needed`` (fl2va, ref2va), or nothing tells."""
+    return partition in (needed, BOTH, "unknown")
+
+
 def wrong_partition(partition: str, task: str) -> str | None:
     """What to say when ``task`` (t2va, fl2va, ref2va) runs on weights of another partition; None when they go together
     or nothing tells."""
     needed = "ref2va" if task == "ref2va" else "fl2va"
-    if partition in ("unknown", BOTH, needed):
+    if partition_serves(partition, needed):
         return None
     return (
         f"the task {task} needs {needed} weights and these are {partition}: all tensors fit, but they were trained for "

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoint.opening import find_partition, read_json
+from ..checkpoint.opening import find_partition, partition_serves, read_json
 from ..checkpoint.reader import TensorSource, fingerprint, listed, open_source
 from ..errors import CheckpointError, H3Error
 from .keys import LAYOUTS, Factors, Slot, Sorted, sort_names
@@ -153,7 +153,7 @@ class LoraFile:
     ) -> list[str]:
         """What does not go together: this LoRA and a base of ``partition``, a step count (model calls) and shifts."""
         said = []
-        if not {"unknown", "both"} & {partition, self.partition} and partition != self.partition:
+        if not (partition_serves(partition, self.partition) or partition_serves(self.partition, partition)):
             said.append(
                 f"{self.name} was made for {self.partition} weights and the base is {partition}: all names fit and the "
                 f"result degrades; use a {partition} LoRA or the {self.partition} base"
